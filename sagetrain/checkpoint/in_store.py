@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
 _FOLDER = re.compile(r"(step-\d+)-[0-9a-f]{8}")
 _PUBLISHED = ".published"
 LATEST = "latest"
-
-
-def attempt(step_name: str) -> str:
-    """Return the name of a new folder for the checkpoint of a step."""
-    return f"{step_name}-{uuid.uuid4().hex[:8]}"
 
 
 def published(root: UrlPath) -> list[UrlPath]:

@@ -106,7 +106,7 @@ class InStore:
 
     def begin(self, step_name: str) -> str:
         self.discard()
-        return in_store.attempt(step_name)
+        return f"{step_name}-{uuid.uuid4().hex[:8]}"
 
     def write(self, folder: str, contents: Contents) -> dict[str, dict[str, Any]]:
         entries, store = {}, store_at(self._root / folder)

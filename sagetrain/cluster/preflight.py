@@ -128,7 +128,6 @@ def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
         ConfigError: on every rank, if hosts do not share the folder; on the other ranks, if rank 0 raises an error.
     """
     store, rank, world_size = _store_of("share"), dist.get_rank(), dist.get_world_size()
-    others = [f"folder/read/{other}" for other in range(1, world_size)]
     if rank == 0:
         token = secrets.token_hex(8)
         try:
@@ -136,7 +135,7 @@ def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
                 hears(warning)
         except (CheckpointError, OSError) as error:
             store.set("folder/token", json.dumps([None, f"rank 0 on {socket.gethostname()}: {error}"]))
-            _wait_for(store, others)
+            _have_read(store)
             raise
         store.set("folder/token", json.dumps([token, ""]))
     token, problem = json.loads(_when_there(store, "folder/token"))
@@ -150,10 +149,7 @@ def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
             store.set("folder/verdict", problem)
         problem = _when_there(store, "folder/verdict").decode()
     if problem:
-        if rank:
-            store.set(f"folder/read/{rank}", "")
-        else:
-            _wait_for(store, others)
+        _have_read(store)
         raise ConfigError(problem)
 
 
@@ -170,12 +166,14 @@ def _unshared(folder: RunFolder, rows: list[Row]) -> str:
     )
 
 
-def _wait_for(store: Store, keys: list[str]) -> None:
-    """Wait up to a minute until other ranks have set these keys. The store may live in this process, so this process
-    leaves last."""
-    with suppress(dist.DistStoreError):
-        if keys:
-            store.wait(keys, timedelta(minutes=1))
+def _have_read(store: Store) -> None:
+    """Let rank 0 wait up to a minute until the others have read why the run cannot start. The store may live in the
+    process of rank 0, so it leaves last."""
+    if rank := dist.get_rank():
+        store.set(f"read/{rank}", "")
+    elif others := [f"read/{other}" for other in range(1, dist.get_world_size())]:
+        with suppress(dist.DistStoreError):
+            store.wait(others, timedelta(minutes=1))
 
 
 def stay_out(problem: Exception) -> None:
@@ -214,20 +212,13 @@ def _exchange(store: Store, row: Row, hears: _Say, keeps: _Say | None = None) ->
             (keeps or hears)("\n".join(table(rows)))
             for line in (*differing_environment(rows), *differing_allocation(world_size), *idle_gpus(rows)):
                 hears(line)
-    problem, files = _told(store)
-    if problem:
-        store.set(f"preflight/read/{rank}", "")
-        # The store may live in this process, so this rank leaves last.
-        if rank == 0:
-            _wait_for(store, [f"preflight/read/{other}" for other in range(1, world_size)])
-        raise ConfigError(problem)
-    return files
-
-
-def _told(store: Store) -> tuple[str, dict[str, str]]:
-    """Return rank 0's decision: the reason why the run cannot start (empty if it can), and the hashes of the files."""
+    # The reason why the run cannot start is empty if it can.
     problem, files = json.loads(_when_there(store, "preflight/verdict"))
-    return problem, files
+    if problem:
+        _have_read(store)
+        raise ConfigError(problem)
+    told: dict[str, str] = files
+    return told
 
 
 def _when_there(store: Store, key: str, patience: timedelta = timedelta(minutes=10)) -> bytes:

@@ -25,7 +25,7 @@ def names_in(path: Path) -> dict[str, int]:
     read, or holds a file that is encrypted or compressed in another way."""
     with _readable(path):
         if not path.name.lower().endswith(".zip"):
-            return _once(path, ((member.name, member.size) for member in _tar(path) if _is_meant(member.name)))
+            return _once(path, ((each.name, each.size) for each, _ in _tar(path) if _is_meant(each.name)))
         with zipfile.ZipFile(path) as file:
             _refuse_joined(path, file)
             members = [each for each in file.infolist() if not each.is_dir() and _is_meant(each.filename)]
@@ -68,7 +68,7 @@ def members(path: Path, chosen: set[str]) -> Iterator[Content]:
     """Yield the chosen files of an archive, in their order. Each has to be read before the next one is asked for."""
     with _readable(path):
         if not path.name.lower().endswith(".zip"):
-            yield from _tar_contents(path, chosen)
+            yield from (content for member, content in _tar(path) if member.name in chosen)
             return
         with open(path, "rb") as raw, zipfile.ZipFile(raw) as file:
             for each in file.infolist():
@@ -81,39 +81,29 @@ def _place_in_zip(member: zipfile.ZipInfo, raw: IO[bytes]) -> int:
     return member.header_offset + member.compress_size * raw.tell() // max(member.file_size, 1)
 
 
-def _tar_contents(path: Path, chosen: set[str]) -> Iterator[Content]:
+def _tar(path: Path) -> Iterator[tuple[tarfile.TarInfo, Content]]:
     with opened(on_disk(path)) as (raw, read), tarfile.open(fileobj=raw, mode="r|") as tar:
-        for member in _each(tar):
-            if member.name in chosen:
-                yield Content(f"{path}/{member.name}", partial(_extracted, tar, member), lambda _: read())
+        while member := tar.next():
+            if member.isfile():
+                yield member, Content(f"{path}/{member.name}", partial(_extracted, tar, member), lambda _: read())
+            # tarfile would remember every member that it has seen.
+            tar.members.clear()  # type: ignore[attr-defined]
+        # tarfile takes the end of the file for the end of the archive.
+        if tar.fileobj.tell() == tar.offset:
+            raise tarfile.ReadError(
+                "the blocks of zeros that end an archive are missing (cut short, or not closed by its writer?): unpack "
+                "it"
+            )
+        # Zeros fill the last record. tarfile stops at them, and would leave out an archive that follows.
+        while rest := tar.fileobj.read(_REST):
+            if rest.strip(b"\0"):
+                raise tarfile.ReadError("something follows the end of the archive (archives joined by cat?): unpack it")
 
 
 def _extracted(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     file = tar.extractfile(member)
-    assert file is not None, "it is a file (_each)"
+    assert file is not None, "it is a file (_tar)"
     return file
-
-
-def _tar(path: Path) -> Iterator[tarfile.TarInfo]:
-    with opened(on_disk(path)) as (raw, _), tarfile.open(fileobj=raw, mode="r|") as tar:
-        yield from _each(tar)
-
-
-def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    while member := tar.next():
-        if member.isfile():
-            yield member
-        # tarfile would remember every member that it has seen.
-        tar.members.clear()  # type: ignore[attr-defined]
-    # tarfile takes the end of the file for the end of the archive.
-    if tar.fileobj.tell() == tar.offset:
-        raise tarfile.ReadError(
-            "the blocks of zeros that end an archive are missing (cut short, or not closed by its writer?): unpack it"
-        )
-    # Zeros fill the last record. tarfile stops at them, and would leave out an archive that follows.
-    while rest := tar.fileobj.read(_REST):
-        if rest.strip(b"\0"):
-            raise tarfile.ReadError("something follows the end of the archive (archives joined by cat?): unpack it")
 
 
 def _is_meant(name: str) -> bool:

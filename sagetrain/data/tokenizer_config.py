@@ -89,7 +89,7 @@ class Beside:
 def read_beside(folder: Path) -> Beside:
     """Read the files of a folder that complete its tokenizer. Raises ConfigError if a file is not valid; the message
     names file, key and rule."""
-    config, mapped, added = (_object(folder / name) for name in (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
+    config, mapped, added = (keys_in(folder / name) for name in (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
     if others := [name for name in config.get(_VERSIONS) or [] if name != "tokenizer.json"]:
         raise ConfigError(
             f"{folder / CONFIG}: {_VERSIONS} names {', '.join(map(str, others))}, and transformers takes one of these "
@@ -162,7 +162,7 @@ def _class(folder: Path, config: dict[str, Any]) -> tuple[str, str, bool]:
     it takes a tokenizer.json as it is."""
     refuse_pointer(folder / "config.json")
     try:
-        model = _object(folder / "config.json")
+        model = keys_in(folder / "config.json")
     except ConfigError:  # It may belong to something else.
         model = {}
     as_it_is = model.get("model_type") == "mistral"
@@ -170,11 +170,8 @@ def _class(folder: Path, config: dict[str, Any]) -> tuple[str, str, bool]:
         if named := tree.get("tokenizer_class"):
             return str(named).removesuffix("Fast"), f"{folder / file} (tokenizer_class {named})", as_it_is
     by_model = _OF_MODEL.get(str(model.get("model_type")), "")
-    return (
-        by_model,
-        f"{folder / 'config.json'} (tokenizer_class {by_model} by model_type {model.get('model_type')})",
-        as_it_is,
-    )
+    said = f"{folder / 'config.json'} (tokenizer_class {by_model} by model_type {model.get('model_type')})"
+    return by_model, said, as_it_is
 
 
 def _own_name(key: str, value: Any) -> bool:
@@ -209,10 +206,9 @@ def _token(value: Any, where: str, special: bool) -> AddedToken:
 
 def _number(value: Any, where: str) -> int:
     try:
-        number = int(value)
+        return int(value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: the id {value!r} is no number") from error
-    return number
 
 
 def _templates(folder: Path, config: dict[str, Any], notes: list[str]) -> dict[str, str]:
@@ -225,7 +221,7 @@ def _templates(folder: Path, config: dict[str, Any], notes: list[str]) -> dict[s
     places = {
         " and ".join(str(files[name]) for name in in_files): in_files,
         f"{folder / CONFIG} ({_TEMPLATE})": _named_templates(config.get(_TEMPLATE), folder / CONFIG),
-        str(legacy): _named_templates(_object(legacy).get(_TEMPLATE), legacy),
+        str(legacy): _named_templates(keys_in(legacy).get(_TEMPLATE), legacy),
     }
     found = [(place, templates) for place, templates in places.items() if templates]
     for place, templates in found[1:]:
@@ -249,8 +245,9 @@ def _named_templates(value: Any, file: Path) -> dict[str, str]:
     return {name: template for name, template in value.items() if template}
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """Return the keys of a JSON file, or an empty dict if the file does not exist."""
+def keys_in(file: Path) -> dict[str, Any]:
+    """Return the keys of a JSON file of a published folder, or an empty dict if the file does not exist. Raises
+    ConfigError if it holds none."""
     refuse_pointer(file)
     if not file.is_file():
         return {}

@@ -24,6 +24,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
 from sagetrain.config.sections.base import store_url
 from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
+from sagetrain.data.tokenizer_config import keys_in
 from sagetrain.data.tokenizer_copy import CONVERT
 from sagetrain.interop import upcycling
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
@@ -31,7 +32,7 @@ from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, check_free, cut, file_bytes, published
 from sagetrain.interop.families import EMBEDDING, HEAD
 from sagetrain.interop.huggingface import SETTINGS
-from sagetrain.interop.weight_files import WeightFiles, read_json
+from sagetrain.interop.weight_files import WeightFiles
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.storage.range_reader import fetch
 from sagetrain.storage.url_path import UrlPath
@@ -115,7 +116,7 @@ def import_folder(
         raise ConfigError(no_model(folder))
     check_free(run_dir)
     where = str(folder / "config.json")
-    config = read_json(Path(where))
+    config = keys_in(Path(where))
     described = describe(config, where, report)
     if experts is not None:
         described = upcycling.upcycled(described, experts, per_token, where)
@@ -352,7 +353,7 @@ def _generation(
     settings are those of config.json, as in transformers. The ids say where a text ends, and all settings are exported
     again."""
     file = folder / "generation_config.json"
-    said = read_json(file) if file.is_file() else {}
+    said = keys_in(file)
     settings = {key: value for key, value in said.items() if key not in _NO_SETTINGS}
     in_config = {key: value for key, value in config.items() if key in SETTINGS and value is not None}
     if not file.is_file():

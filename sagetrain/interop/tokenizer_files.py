@@ -93,7 +93,8 @@ def _pipeline(model: Any) -> Pipeline:
     if before:
         pipeline.normalizer = normalizers.Sequence(before)
     pipeline.decoder = decoders.Sequence(after)
-    named = [(_spaced(piece.piece), piece.type) for piece in model.pieces if not _never_found(piece)]
+    # SentencePiece looks for pieces in a text whose spaces are marks, and never finds one with a space.
+    named = [(_spaced(piece.piece), piece.type) for piece in model.pieces if " " not in piece.piece]
     pipeline.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text, kind in named if kind in (_UNKNOWN, _CONTROL)]
     )
@@ -149,11 +150,6 @@ def _check(pipeline: Pipeline, tokenizer: Tokenizer, model: Any) -> None:
                         f"its SentencePiece model gives {''.join(texts)!r} other ids than tokenizer.json would"
                     )
                 texts = shorter
-
-
-def _never_found(piece: Any) -> bool:
-    """Whether a piece holds a space. SentencePiece looks for pieces in a text whose spaces are marks."""
-    return " " in piece.piece
 
 
 def _spaced(piece: str) -> str:

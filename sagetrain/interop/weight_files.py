@@ -7,7 +7,6 @@ name for it. Equal copies are one tensor. Copies that differ are an error that n
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sagetrain.config.errors import ConfigError, many, refuse_pointer
+from sagetrain.data.tokenizer_config import keys_in
 from sagetrain.interop.causes import MERGE, no_weights
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
 
@@ -108,7 +108,7 @@ class WeightFiles:
 
     def _weight_map(self, index: str) -> dict[str, str]:
         where = self._folder / index
-        assigned = read_json(where).get("weight_map")
+        assigned = keys_in(where).get("weight_map")
         if not isinstance(assigned, dict) or not assigned:
             raise ConfigError(f"{where}: weight_map names no file; {_AGAIN}")
         return {
@@ -219,17 +219,3 @@ def _inside(file: Any, where: str) -> str:
     if not path.name.endswith((".safetensors", ".safetensors.index.json")):
         raise ConfigError(f"{where} {file!r}: no .safetensors, and no other file is read; {_AGAIN}")
     return str(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the keys of a JSON file. Raises ConfigError if the file is missing or holds none."""
-    try:
-        tree = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a Hugging Face folder that has it") from error
-    except ValueError as error:
-        refuse_pointer(path)
-        raise ConfigError(f"{path} is not valid JSON ({error}); copy it again") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no keys; copy it again")
-    return tree

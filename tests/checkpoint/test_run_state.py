@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import tiny
+from manifests import rewrite
 from sagetrain.checkpoint import on_disk
-from sagetrain.checkpoint.manifest import FORMAT, write_manifest
 from sagetrain.checkpoint.state import VERSION, RunState, SettledLinear
 from sagetrain.config.errors import CheckpointError
+from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.init_from import differences
 
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
@@ -125,15 +126,9 @@ def test_what_is_missing_newer_or_contradicts_is_named(change: dict[str, Any], w
 
 def test_a_checkpoint_of_a_newer_version_is_not_damaged(tmp_path: Path) -> None:
     """The run does not set the newer checkpoint aside, and does not go on from an older one."""
-    for step, version in ((1, VERSION), (2, VERSION + 1)):
-        folder = tmp_path / on_disk.folder_name(step)
-        folder.mkdir()
-        (folder / "config.yaml").write_text("")
-        files = {"config.yaml": {"bytes": 0, "sha256": on_disk.sha256(folder / "config.yaml")}}
-        state = {**tiny.run_state(step, 4 * tiny.SEQ).to_json(), "version": version}
-        rest = {"layout": {"tensor_parallel_size": 1}, "tensors": {}, "files": files}
-        manifest = {"format": FORMAT, "state": state, **rest}
-        write_manifest(folder, manifest)
+    for step in (1, 2):
+        tiny.save(tmp_path, ParallelGroups.single(), tiny.run_state(step, 4 * tiny.SEQ), ())
+    rewrite(tmp_path / "step-00000002", lambda tree: tree["state"].update(version=VERSION + 1))
     with pytest.raises(CheckpointError, match="continue with the SageTrain that wrote it"):
         on_disk.newest_whole(tmp_path, print)
     on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)

@@ -1,7 +1,10 @@
 """A start reads a bounded number of samples of very large data, whatever the number of files, and still notices another
 file."""
 
+import itertools
+import os
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +108,38 @@ def test_little_data_is_read_wholly(tmp_path: Path) -> None:
                 file.write(value)
                 file.flush()
                 assert (opened(tmp_path).content() == before) == (value == b"\x00\x00")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_file_of_100_gigabytes(tmp_path: Path) -> None:
+    """Opening the file, sampling anywhere and reading on take no work and no memory that grow with the file or the
+    place."""
+    documents, length = 2_000_000, 25_000  # The file has 5e10 tokens.
+    write(tmp_path / "huge", 0, documents * length, documents)
+    stream = opened(tmp_path)
+    assert stream.num_windows == (documents * length - 1) // 4096
+
+    def most_calls(first: int) -> int:
+        """Return the most calls, of functions in Python and in C, that a sample of many takes."""
+        most = 0
+        for i in range(first, first + 200):
+            calls = itertools.count()
+            sys.setprofile(lambda *_, calls=calls: next(calls))
+            sample = stream.sample(i)
+            sys.setprofile(None)
+            most = max(most, next(calls))
+            _, window = stream.locate(i)
+            inside = range(window * 4096 + 1, (window + 1) * 4096)
+            assert [window * 4096 + s for s in sample.document_starts] == [p for p in inside if p % length == 0]
+        return most
+
+    near, far = most_calls(0), most_calls(10**9)
+    assert near / 2 < far < 2 * near
+    before = resident_bytes()
+    for i in range(20_000):
+        stream.sample(10**7 + i)
+    # The touched part of the mapped index counts as memory: at most 16 MB of offsets and 16 MB of documents.
+    assert resident_bytes() - before < 48e6

@@ -1,10 +1,7 @@
 """The order of samples depends on the seed alone, any place is reached in O(1), and documents keep their places."""
 
-import itertools
-import os
 import random
 import resource
-import struct
 import subprocess
 import sys
 import threading
@@ -305,50 +302,6 @@ def test_documents_in_a_batch(source, attention, positions):
             assert batch.positions.flatten().tolist() == expected
         else:
             assert batch.positions is None
-
-
-# -- size --------------------------------------------------------------------------------------------------------------
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_file_of_100_gigabytes(tmp_path):
-    """Opening the file, sampling anywhere and reading on take no work and no memory that grow with the file or the
-    place."""
-    documents, length = 2_000_000, 25_000  # The file has 5e10 tokens of 2 bytes, all zero, without blocks on the disk.
-    with open(tmp_path / "huge.bin", "wb") as file:
-        file.truncate(2 * documents * length)
-    with open(tmp_path / "huge.idx", "wb") as file:
-        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
-        file.write(np.full(documents, length, "<i4").tobytes())
-        file.write((np.arange(documents, dtype="<i8") * 2 * length).tobytes())
-        file.write(np.arange(documents + 1, dtype="<i8").tobytes())
-    stream = SampleStream([DataSource(path=str(tmp_path / "huge"))], 4096, seed=0)
-    assert stream.num_windows == (documents * length - 1) // 4096
-
-    def most_calls(first):
-        """Return the most calls, of functions in Python and in C, that a sample of many takes."""
-        most = 0
-        for i in range(first, first + 200):
-            calls = itertools.count()
-            sys.setprofile(lambda *_, calls=calls: next(calls))
-            sample = stream.sample(i)
-            sys.setprofile(None)
-            most = max(most, next(calls))
-            _, window = stream.locate(i)
-            inside = range(window * 4096 + 1, (window + 1) * 4096)
-            assert [window * 4096 + s for s in sample.document_starts] == [p for p in inside if p % length == 0]
-        return most
-
-    near, far = most_calls(0), most_calls(10**9)
-    assert near / 2 < far < 2 * near
-    before = resident_bytes()
-    for i in range(20_000):
-        stream.sample(10**7 + i)
-    # The touched part of the mapped index counts as memory: at most 16 MB of offsets and 16 MB of documents.
-    assert resident_bytes() - before < 48e6
 
 
 # -- errors and threads ------------------------------------------------------------------------------------------------

@@ -107,15 +107,8 @@ def test_a_run_that_is_killed_is_recorded_as_far_as_it_came(checkout: Path) -> N
         "import os, signal\ndef test_it():\n    pass\ndef test_last():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     git(checkout, "commit", "-q", "-a", "-m", "second")
-    words = [
-        "-q",
-        "--import-mode=importlib",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        "/dev/null",
-        f"--rootdir={checkout.parents[1]}",
-    ]
+    words = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    words += ["-c", "/dev/null", f"--rootdir={checkout.parents[1]}"]
     run = multiprocessing.get_context("fork").Process(
         target=pytest.main, args=([*words, str(checkout)], [Recorder(Seen(checkout))])
     )

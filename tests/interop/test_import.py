@@ -259,32 +259,6 @@ def test_a_sliding_window_bounds_the_sequences(tmp_path: Path) -> None:
     assert import_folder(folder, tmp_path / "again", report=said.append).seq_length == 4096
 
 
-BAD_KEYS = [
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForCausalLM, .* save its language model"),
-    ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel'\]: not one of LlamaForCausalLM, Mistral"),
-    ({"architectures": None, "model_type": "gpt2"}, r"architectures \[\]: not one of"),
-    ({"attention_bias": True}, "attention_bias True: SageTrain computes these models with False alone"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* computes full_attention alone"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu': .* with 'silu' alone"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "RoPE longrope: not one of default, ll"),
-    ({"rope_parameters": {**YARN, "mscale": 0.7}}, r"RoPE yarn with \{'mscale': 0.7\}"),
-    ({"rope_parameters": {**YARN, "factor": None}}, "factor None: "),
-    ({"num_hidden_layers": 0}, "num_hidden_layers 0 is no whole number above 0"),
-    ({"head_dim": 8}, r"q_proj\.weight has the shape \(64, 32\), .*json says \(32, 32\) by num_attention_heads, "),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("keys", "message"), BAD_KEYS, ids=[next(iter(keys)) for keys, _ in BAD_KEYS])
-def test_models_that_cannot_be_read(llama: Path, keys: dict, message: str, tmp_path: Path) -> None:
-    folder = shutil.copytree(llama, tmp_path / "in")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | keys))
-    with pytest.raises(ConfigError, match=message):
-        import_folder(folder, tmp_path / "run")
-    assert not (tmp_path / "run").exists() and not [*tmp_path.glob(".writing-*")]
-
-
 BAD_MIXTURES = [
     ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "GptOssForCausalLM.*: its experts have biases"),
     ({"mlp_only_layers": [1]}, r"mlp_only_layers \[1\] leave the layers \[1\] .* computes models whose first"),
@@ -338,13 +312,10 @@ def test_folders_that_are_not_whole(llama: Path, tmp_path: Path) -> None:
     refused(folder, f"{second} cannot be read")
     folder = broken("index")
     (folder / "model.safetensors.index.json").unlink()
-    refused(folder, r"has neither model\.safetensors nor model\.safetensors\.index\.json, but 5 other")
     for file in folder.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
     refused(folder, "could run code; save it anew")
     refused(tmp_path / "none", r"none: no such folder; .* `hf download NAME")
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", r"has no config\.json; name a Hugging Face folder that has it")
     (tmp_path / "trained/checkpoints").mkdir(parents=True)
     refused(tmp_path / "trained", r"trained is a run of SageTrain, which training\.init_from takes as it is")
     folder = broken("json")

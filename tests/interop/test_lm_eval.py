@@ -20,7 +20,7 @@ from distributed import run_distributed
 from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
-from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.generate import Sampling, finished, generate
 from sagetrain.inference.load import TrainedRun, at_context, in_training, load_run
 from sagetrain.inference.samples import completed
 from sagetrain.inference.score import Scorer, scorer_of
@@ -338,12 +338,8 @@ def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
         for parameter in model.parameters():
             parameter.mul_(1.5)
     run = TrainedRun(cfg, model, letters, tiny.VOCAB, 0, 0, torch.device("cpu"))
-    expected = []
-    for how in HOW:
-        done = {text.number: text.text for text, _ in generate(run, PROMPTS, how) if text.finish}
-        expected.append([done[number] for number in range(len(PROMPTS))])
     assert len(signs) > 20
-    return [expected, *found]
+    return [[[done.text for done in finished(run, PROMPTS, how)] for how in HOW], *found]
 
 
 def test_generated_text_does_not_depend_on_the_layout() -> None:
