@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from forked import PATIENCE, Command
+from forked import PATIENCE, Command, until
 from prepare_inputs import prepare
 from runs import BIN, ROOT, check_same, free_port, write_config
 from stand_in import stand_in
@@ -132,12 +132,9 @@ class Cluster:
         """Start both hosts and wait for their sshd; `hides` holds for the second."""
         for host in self.hosts:
             host.up(hides if hides and host.number else {})
-        deadline = time.monotonic() + PATIENCE
         for host in self.hosts:
-            while "listening" not in (self.folder / f"{host.name}.sshd.log").read_text():
-                assert host.sshd.poll() is None, (self.folder / f"{host.name}.sshd.log").read_text()
-                assert time.monotonic() < deadline, "sshd did not start"
-                time.sleep(0.05)
+            log = self.folder / f"{host.name}.sshd.log"
+            until(lambda: "listening" in log.read_text(), lambda: host.sshd.poll() is None, log.read_text)  # noqa: B023
 
     @contextlib.contextmanager
     def running(self, hides: dict[Path, Path] | None = None) -> Iterator[None]:

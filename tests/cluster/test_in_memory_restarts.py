@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 from forked import PATIENCE, Command
-from kept import events_of, kill, restarted, wait_for
-from runs import BIN, check_same, kill_all, log_of, write_config
+from kept import events_of, kill, restarted
+from runs import BIN, check_same, kill_all, log_of, wait_for, write_config
 
 # Each rank is alone on a host of its own, whose memory is a folder.
 SCRIPT = """

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore
 
 from forked import PATIENCE, Command
-from kept import events_of, kill, ranks_of, restarted, wait_for
-from runs import ROOT, check_same, finish, log_of, reached, start, when, write_config
+from kept import events_of, kill, ranks_of, restarted
+from runs import ROOT, check_same, finish, log_of, reached, start, wait_for, when, write_config
 from sagetrain.cluster.agreement import SILENT_BEATS, Agreement, suspects, why_it_ends
 from sagetrain.cluster.lifeline import Death
 from sagetrain.config.check import check

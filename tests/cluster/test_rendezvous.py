@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -21,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, Store, TCPStore
 
-from forked import PATIENCE, Command
+from forked import PATIENCE, Command, until
 from runs import BIN, free_port, write_config
 from sagetrain.cluster import rendezvous
 from sagetrain.cluster.join import init_distributed
@@ -170,10 +169,9 @@ def test_a_signal_ends_ranks_that_wait(tmp_path, number) -> None:
         process = context.Process(target=wait_for_the_others, args=(rank, at, folder / "log"))
         process.start()
         ended[process] = folder / "log"
-        deadline = time.monotonic() + PATIENCE
-        while not (folder / f"{rank}.ready").exists() or (rank == 0 and not listens(port)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until((folder / f"{rank}.ready").exists)
+        if rank == 0:
+            until(lambda: listens(port))
     store = TCPStore("127.0.0.1", port, is_master=False)
     store.wait(["meet/0/host/0", "meet/0/host/1"], timedelta(seconds=PATIENCE))
     for process in reversed(ended):
@@ -203,10 +201,7 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + PATIENCE
-    while not listens(port):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: listens(port), lambda: process.poll() is None)
     store = TCPStore("127.0.0.1", port, is_master=False)
     with suppress(DistStoreError):
         store.wait(["meet/0/host/0"], timedelta(seconds=PATIENCE))

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from forked import PATIENCE
-from runs import ROOT, free_port, training_rows, write_config
+from runs import ROOT, free_port, reached, training_rows, wait_for, write_config
 from stand_in import stand_in
 
 SRUN = f"""#!{sys.executable}
@@ -59,12 +58,10 @@ def submit(folder: Path, config: Path) -> subprocess.Popen:
 
 def test_a_signal_saves_and_requeues_and_the_job_finishes(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, data={"valid": []})
-    log, metrics = config.with_suffix(".log"), tmp_path / "run" / "metrics.jsonl"
+    log = config.with_suffix(".log")
     stand_in(tmp_path)
-    job, deadline = submit(tmp_path, config), time.monotonic() + PATIENCE
-    while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
-        assert job.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.05)
+    job = submit(tmp_path, config)
+    wait_for(job, config, reached(config, 13))
     job.send_signal(signal.SIGUSR1)
     assert job.wait(PATIENCE) == 0, log.read_text()[-3000:]
     assert "stopped by SIGUSR1 with a checkpoint: requeueing" in log.read_text()

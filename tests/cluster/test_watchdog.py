@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from forked import PATIENCE
+from forked import PATIENCE, until
 from sagetrain.cluster import guard
 from sagetrain.cluster.guard import HANG_EXIT_CODE, StopSignal, Watchdog, collectives_under_way
 
@@ -38,10 +38,8 @@ def one_rank_stays_away(folder: str) -> None:
 def test_the_stacks_name_the_collective(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"died with exit code {HANG_EXIT_CODE}"):
         run_distributed(one_rank_stays_away, 2, str(tmp_path))
-    deadline = time.monotonic() + PATIENCE
     waits = tmp_path / "rank-0.txt"
-    while not (waits.exists() and "waits in" in waits.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: waits.exists() and "waits in" in waits.read_text())
     assert "in one_rank_stays_away" in waits.read_text()
     assert "waits in gloo:all_reduce number 1 of group " in waits.read_text()
     assert "(tensor parallel) over Float [3, 5]" in waits.read_text()

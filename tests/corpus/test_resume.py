@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from forked import PATIENCE
+from forked import until
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.corpus import files, journal
@@ -294,21 +293,18 @@ def test_a_real_kill(tmp_path, model):
     process = subprocess.Popen(
         [sys.executable, tmp_path / "run.py", path, out, model], start_new_session=True, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + PATIENCE
     # There are the process itself, two workers, and what Python starts beside those.
-    while len(processes_of_session(process.pid)) < 4 or not (out.parent / "train.json.partial").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.005)
+    until(
+        lambda: len(processes_of_session(process.pid)) >= 4 and (out.parent / "train.json.partial").exists(),
+        lambda: process.poll() is None,
+    )
     with pytest.raises(ConfigError, match="another process is writing"):
         quiet([str(path)], out, tokenizer=model)
     process.send_signal(signal.SIGKILL)
     process.wait()
     with pytest.raises(ConfigError, match="does not exist"):
         TokenFile(out)
-    while time.monotonic() < deadline and processes_of_session(process.pid):
-        time.sleep(0.05)
-    assert processes_of_session(process.pid) == []  # The workers have ended too.
+    until(lambda: not processes_of_session(process.pid))  # The workers have ended too.
     said = []
     prepare([str(path)], out, tokenizer=model, say=said.append)
     assert "going on after" in said[0]

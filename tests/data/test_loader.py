@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from forked import PATIENCE
+from forked import until
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.corpus.token_writer import TokenFileWriter
@@ -430,9 +430,7 @@ def test_prefetch_goes_on_into_the_next_step(stream, monkeypatch):
     monkeypatch.setattr(stream, "sample", lambda index, seed=None: asked.append(index) or plain(index, seed))
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=2, num_workers=1)
     list(loader.step_batches(0, 4 * S, next_tokens_per_step=8 * S))
-    deadline = time.monotonic() + PATIENCE
-    while max(asked) < 7 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: max(asked) >= 7)
     assert sorted(asked) == list(range(8))  # The loader works two batches ahead.
     assert [batch.sample_ids for batch in loader.step_batches(4, 8 * S)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
     assert sorted(asked) == list(range(12))  # No batch was prepared twice.

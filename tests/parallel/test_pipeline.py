@@ -6,9 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from forked import PATIENCE
+from forked import until
 from sagetrain.cluster import guard
 from sagetrain.cluster.guard import Watchdog
 from sagetrain.parallel import orders as orders_module
@@ -113,13 +111,6 @@ def test_a_stage_makes_its_own_order_once(monkeypatch) -> None:
 # -- stages that hang or die -------------------------------------------------------------------------------------------
 
 
-def wait_for(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def lose_connections() -> None:
     """Lose all connections of this process, as one that dies does."""
     for name in os.listdir("/proc/self/fd"):
@@ -151,9 +142,9 @@ def a_stage_hangs_and_dies(root: str) -> None:
     def hang(*_: object) -> None:
         passes.append(1)
         if len(passes) == 2:
-            wait_for((folder / "stacks/rank-0.collectives.json").exists)
+            until((folder / "stacks/rank-0.collectives.json").exists)
             lose_connections()
-            wait_for((folder / "lost-1").exists)
+            until((folder / "lost-1").exists)
             raise RuntimeError("this stage is gone")
 
     if groups.rank == 2:
@@ -173,13 +164,13 @@ def a_stage_takes_nothing(root: str) -> None:
     groups, folder = tiny.join(1, 1, 2), Path(root)
     pipe, said = Pipe(groups, 1), folder / "waits"
     if groups.rank == 1:
-        wait_for(said.exists)
+        until(said.exists)
         lose_connections()
-        wait_for((folder / "lost").exists)
+        until((folder / "lost").exists)
         raise RuntimeError("this stage is gone")
 
     def look() -> None:
-        wait_for(pipe.waits)
+        until(pipe.waits)
         say(said, pipe.waits())
 
     threading.Thread(target=look, daemon=True).start()

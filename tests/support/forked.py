@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -51,6 +52,17 @@ COMMANDS = {
     "python": ("forked", "script"),
     "interpreter": ("stand_in", "serve"),
 }
+
+
+def until(
+    ready: Callable[[], object], alive: Callable[[], object] = lambda: True, said: Callable[[], str] = str
+) -> None:
+    """Wait until `ready`. If that takes longer than PATIENCE, or what makes it ready is not `alive` any more, the test
+    fails with what is `said` then."""
+    deadline = time.monotonic() + PATIENCE
+    while not ready():
+        assert alive() and time.monotonic() < deadline, said()
+        time.sleep(0.005)
 
 
 def context() -> multiprocessing.context.BaseContext:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import psutil
 
-from forked import PATIENCE, Command
+from forked import Command
 from runs import log_of, rank_of, run_dir_of
 
 
@@ -39,11 +38,3 @@ def events_of(config: Path) -> list[dict]:
 def restarted(config: Path, times: int):
     """Return a function that says whether the run has begun again so many times and taken a step."""
     return lambda: log_of(config).count(" s after rank") >= times
-
-
-def wait_for(process: Command, config: Path, ready) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not ready():
-        assert process.poll() is None, log_of(config)[-3000:]
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.005)

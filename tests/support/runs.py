@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import psutil
 import yaml
 from safetensors.torch import load_file
 
-from forked import COMMANDS, PATIENCE, Command
+from forked import COMMANDS, PATIENCE, Command, until
 from sagetrain.cluster.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,15 +131,15 @@ def log_of(config: Path) -> str:
 
 def when(launcher: str | list[str], config: Path, ready: Callable[[], bool], act: Callable[[Command], None]) -> int:
     """Start a run, do `act` as soon as `ready`, and return the launcher's exit code."""
-    process, deadline = start(launcher, config), time.monotonic() + PATIENCE
-    folder = run_dir_of(config)
-    while not ready():
-        assert process.poll() is None, log_of(config)[-3000:]
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        # A run without a folder is still importing, so it is looked at less often.
-        time.sleep(0.002 if folder.exists() else 0.05)
+    process = start(launcher, config)
+    wait_for(process, config, ready)
     act(process)
     return process.wait(PATIENCE)
+
+
+def wait_for(process: Command | subprocess.Popen, config: Path, ready: Callable[[], bool]) -> None:
+    """Wait until a run has come so far that `ready`. If it ends before, the test fails with the end of its log."""
+    until(ready, lambda: process.poll() is None, lambda: log_of(config)[-3000:])
 
 
 def reached(config: Path, step: int) -> Callable[[], bool]:

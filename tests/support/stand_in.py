@@ -11,10 +11,9 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
-from forked import PATIENCE, Command, fork, join_host, program
+from forked import Command, fork, join_host, program, until
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
@@ -42,10 +41,7 @@ def stand_in(folder: Path) -> Path:
     path.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     path.chmod(0o755)
     server = Command(["interpreter", str(path), str(address)], os.environ, folder / "python.log", folder)
-    deadline = time.monotonic() + PATIENCE
-    while not address.exists():
-        assert server.poll() is None and time.monotonic() < deadline, (folder / "python.log").read_text()
-        time.sleep(0.01)
+    until(address.exists, lambda: server.poll() is None, (folder / "python.log").read_text)
     return path
 
 
