@@ -159,7 +159,6 @@ def problems(
 
 
 def _problems_in_store(folder: UrlPath, files: Mapping[str, Any], contents: bool) -> Iterator[str]:
-    """Yield descriptions of what is wrong with files of a checkpoint in a store."""
     try:
         sizes = store_at(folder).sizes()
         for name, expected in files.items():

@@ -194,7 +194,6 @@ def stay_out(problem: Exception) -> None:
 
 
 def _unable(problem: Exception) -> Row:
-    """Return the report of a rank that cannot take part."""
     said = f"{problem}" if isinstance(problem, _OF_USERS) else f"{type(problem).__name__}: {problem}"
     return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": said}
 

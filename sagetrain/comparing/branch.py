@@ -57,7 +57,6 @@ class Branches:
 
 
 def _checkpoint(root: Path, tokens: range) -> Path | None:
-    """Return the first checkpoint whose number of tokens seen is in the range, or None."""
     for folder in on_disk.published(root):
         with suppress(CheckpointError):  # This is another checkpoint, which is being deleted.
             if on_disk.read_state(folder).tokens in tokens:

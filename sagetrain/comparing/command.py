@@ -191,7 +191,6 @@ def _compared(
 
 
 def _results(question: Question, call: Call) -> Results:
-    """Build results with the question and no runs."""
     cfg = question.config(Job(question.rows[0].name, question.baseline, 0))
     vocab = _vocab_size(cfg.model, cfg.data)
     tokens = sum(TokenFile(path).num_tokens for source in cfg.data.train for path in source.files)
@@ -200,7 +199,6 @@ def _results(question: Question, call: Call) -> Results:
 
 
 def _vocab_size(model: ModelConfig, data: DataConfig) -> int:
-    """Return the vocabulary size of the model, padded."""
     return padded_vocab_size(model.vocab_size or Tokenizer.load(find_tokenizer(data)).vocab_size)
 
 

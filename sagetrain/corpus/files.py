@@ -160,7 +160,6 @@ def is_array(head: bytes) -> bool:
 
 
 def _read_json(content: Content, place: Place, start: int, stop: int | None) -> Chunks:
-    """Yield chunks of an array's elements, or of JSON lines."""
     if start or place.offset:
         return _read_lines(content, place, start, stop)
     blocks = _text_blocks(content)

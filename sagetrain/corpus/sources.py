@@ -289,7 +289,6 @@ class Corpus:
         return whole
 
     def _archive(self, path: Path, glob: str | None = None) -> Input:
-        """Build one input from all chosen files of an archive."""
         stat = self._once(path)
         refuse_pointer(path)
         sizes = names_in(path)
@@ -349,7 +348,6 @@ def _links(folder: Path, there: list[Path]) -> str:
 
 
 def _not_found(source: str) -> str:
-    """Say why a source is none."""
     if "://" in source:
         return (
             "is an address, and files are read from this machine alone; download it first (curl -LO, hf download, "

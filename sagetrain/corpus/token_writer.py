@@ -231,7 +231,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a file for reading and writing, and keep its content."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)
 
 

@@ -209,7 +209,6 @@ def _cell(found: dict[str, float], names: Sequence[str], form: str) -> str:
 
 
 def _others(found: dict[str, float]) -> list[str]:
-    """Return the cells of the columns _OTHERS."""
     return [
         _cell(found, ["S/largest"], "{:.2f}"),
         *(_cell(found, [f"{x}/gain_mean", f"{x}/gain_max"], "{:.2f} ({:.2f})") for x in "QK"),

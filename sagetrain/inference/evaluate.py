@@ -245,6 +245,5 @@ def _losses(run: TrainedRun, batch: Batch) -> tuple[NDArray[np.float64], Mapping
 
 
 def _count(part: Evaluation, chosen: Mapping[int, NDArray[np.int64]], rows: slice) -> None:
-    """Add the choices of some sequences."""
     for layer, counts in chosen.items():
         part.chosen[layer] = part.chosen.get(layer, 0) + counts[rows].sum(0)

@@ -151,8 +151,6 @@ def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
 
 
 class _Text:
-    """A completion while it grows."""
-
     def __init__(
         self, completion: Completion, tokens: list[int], tokenizer: Tokenizer, sampling: Sampling, again: int
     ) -> None:

@@ -88,7 +88,6 @@ def _found(
 
 
 def _places(paths: Sequence[str], began_in: str, run_dir: Path, root: Path | None) -> Iterator[list[str]]:
-    """Yield the places where the files of these paths may be."""
     if root is not None:
         longest = max((len(_below(path)) for path in paths), default=0)
         for size in range(longest, 0, -1):  # As much of the end of each path as possible is taken.

@@ -208,7 +208,6 @@ def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[
 
 
 def _experts(said: Mapping[str, Any], keys: MixtureKeys, where: str) -> dict[str, Any]:
-    """Return our section `model.experts`."""
     counts = {key: said[key] for key in ("num_experts", "num_local_experts") if said.get(key) is not None}
     if len({*counts.values()}) != 1:
         both = " contradicts ".join(f"{key} {value!r}" for key, value in counts.items())

@@ -206,7 +206,6 @@ def file_bytes(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> int:
 
 
 def _shards(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> dict[str, list[TensorSpec]]:
-    """Return the tensors of each file, by file name."""
     parts = [*cut(dtypes, most)]
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}

@@ -139,7 +139,6 @@ def _tokenizer(folder: Path) -> Path:
 
 
 def _token_files(data: Path, model: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths of token files to train on and of those that are held out, without suffix."""
     if token_path(data, ".idx").is_file():
         beside = data.with_name(data.name.replace("train", "valid"))
         return [data], [beside] if beside != data and token_path(beside, ".idx").is_file() else []

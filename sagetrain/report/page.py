@@ -215,7 +215,6 @@ def _events(runs: Sequence[RunRecord]) -> str:
 
 
 def _samples(runs: Sequence[RunRecord]) -> str:
-    """Return the table of samples of all runs, the newest first."""
     rows = [(sample, run.name) for run in runs for sample in run.samples]
     rows.sort(key=lambda row: row[0]["tokens"], reverse=True)
     if not rows:

@@ -170,7 +170,6 @@ def _saves(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the figures of the summary as text, by label."""
     steps = [row for row in rows if has_loss(row)]
     valid = [row["valid/loss"] for row in rows if "valid/loss" in row]
     found = {"steps": f"{max(row['step'] for row in rows):,}", "tokens": f"{max(row['tokens'] for row in rows):,}"}
@@ -198,7 +197,6 @@ def _parameters(folder: Path) -> dict[str, str]:
 
 
 def _stability(path: Path) -> dict[str, str]:
-    """Return what stability.json says about the tokens per step at which quantization becomes too much."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return {"quantization beside the gradient's noise": critical_in_words(json.loads(path.read_text())[CRITICAL])}
     return {}
