@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import triton
 
 import sagekernels
 from sagetrain.cluster.failures import Failures
+from sagetrain.parallel.objects import of_rank_0
 
 T = TypeVar("T")
 Times = Mapping[str, Mapping[str, float]]
@@ -177,10 +178,8 @@ def by_first_rank(what: str, choose: Callable[[], T], device: torch.device) -> T
     """Let the first rank choose for all ranks. If it fails, every rank raises an error that says so; collective."""
     if not dist.is_initialized():
         return choose()
-    failures, chosen = Failures(), list[Any]([None])
+    failures, chosen = Failures(), list[T]()
     with failures.kept(what):
-        chosen = [choose() if dist.get_rank() == 0 else None]
+        chosen = [choose()] if dist.get_rank() == 0 else []
     failures.check()
-    dist.broadcast_object_list(chosen, src=0, device=device)
-    choice: T = chosen[0]
-    return choice
+    return of_rank_0(chosen, device=device)[0]

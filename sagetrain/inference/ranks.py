@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.errors import ConfigError
+from sagetrain.parallel.objects import of_rank_0
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 T = TypeVar("T")
@@ -56,14 +57,13 @@ class Ranks:
         """Return the result of `make` on rank 0, on all ranks. Its ConfigError is raised on all ranks too."""
         if self._words is None:
             return make()
-        box: list[Any] = [None]
+        made = list[T | ConfigError]()
         if self.main:
             try:
-                box = [make()]
+                made = [make()]
             except ConfigError as error:
-                box = [error]
-        dist.broadcast_object_list(box, src=0, group=self._words)
-        if isinstance(box[0], ConfigError):
-            raise box[0]
-        told: T = box[0]
+                made = [error]
+        (told,) = of_rank_0(made, self._words)
+        if isinstance(told, ConfigError):
+            raise told
         return told

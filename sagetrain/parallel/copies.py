@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sagetrain.parallel.device_memory import DeviceMemory, Step
+from sagetrain.parallel.objects import of_every_rank
 
 SLOTS = 3
 """The number of slots: one for each half of a micro-batch, and one for a collective that starts before these are
@@ -267,9 +268,7 @@ def _on_all_ranks(group: ProcessGroup, step: Callable[..., None], *arguments: ob
         complaint = ""
     except Exception as error:  # noqa: BLE001 - after any error NCCL is left
         complaint = f"rank {group.rank()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    complaints = [""] * group.size()
-    dist.all_gather_object(complaints, complaint, group=group)
-    return next(filter(None, complaints), "")
+    return next(filter(None, of_every_rank(complaint, group)), "")
 
 
 def _check(group: ProcessGroup, copies: list[Copies]) -> None:
@@ -281,8 +280,7 @@ def _check(group: ProcessGroup, copies: list[Copies]) -> None:
     """
     boot, own = Path("/proc/sys/kernel/random/boot_id"), torch.cuda.current_device()
     host = (socket.gethostname(), boot.read_text() if boot.exists() else "")
-    places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, (host, own), group=group)
+    places = of_every_rank((host, own), group)
     from torch.distributed import _symmetric_memory
 
     if len({host for host, _ in places}) > 1:

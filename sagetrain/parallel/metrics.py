@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagetrain.parallel.objects import of_every_rank
+
 # The collective reduces a multiple of this many numbers. Ranks that disagree by a few numbers then get an error, and
 # their numbers are not mixed up.
 _PADDING = 64
@@ -146,8 +148,7 @@ class Metrics:
     def _add_names_of(self, stages: dist.ProcessGroup) -> None:
         # A function without a name cannot be sent. Its metric is then missing here, which `reduce` refuses.
         named = {name: function for name, function in self._functions.items() if "<" not in function.__qualname__}
-        every: list[Any] = [None] * dist.get_world_size(stages)
-        dist.all_gather_object(every, (list(self._sums), list(self._maxima), named), group=stages)
+        every: list[Any] = of_every_rank((list(self._sums), list(self._maxima), named), stages)
         for sums, maxima, functions in every:
             self._functions = functions | self._functions
             for key in sums:

@@ -1,9 +1,11 @@
-"""Exchange Python objects between all ranks. A process without a process group is the only rank."""
+"""Exchange Python objects between all ranks, or those of a group. A process without a process group is the only
+rank."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -14,18 +16,19 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def of_every_rank(value: T) -> list[T]:
+def of_every_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks; collective."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def of_rank_0(value: T) -> T:
-    """Return the value of rank 0 on every rank; collective."""
+def of_rank_0(value: T, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> T:
+    """Return the value of rank 0 on every rank; collective. `device` is the one on which the value travels, if it is
+    not the group's own."""
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group, device=device)
     return box[0]

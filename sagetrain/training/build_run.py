@@ -57,6 +57,7 @@ from sagetrain.model.selection import attention_functions, matmuls_of, resolve_b
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.parallel.host import memory_of_host, ranks_of_host
+from sagetrain.parallel.objects import of_rank_0
 from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.storage.url_path import Location
@@ -306,10 +307,9 @@ def _copies(
     """
     if (every := cfg.checkpoint.in_memory_every) is None:
         return None, None
-    box = [folder.identity() if groups.rank == 0 else ""]
-    dist.broadcast_object_list(box, 0)
+    run = of_rank_0(folder.identity() if groups.rank == 0 else "")
     kept = cfg.parallel.model_dump(mode="json", exclude={"world_size"}) | {"optimizer": cfg.optimizer.name}
-    copies = CopiesInMemory(box[0], groups, kept, every, to_stderr)
+    copies = CopiesInMemory(run, groups, kept, every, to_stderr)
     return copies, copies.newest(step, max([step, *map(on_disk.step_of, damaged)]))
 
 

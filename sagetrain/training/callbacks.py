@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from sagetrain.cluster.failures import Failures
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.protocol import Engine, StepResult
+from sagetrain.parallel.objects import of_rank_0
 from sagetrain.stability.controller import Event
 
 
@@ -102,10 +101,7 @@ class Latest(Callback):
 
     def everywhere(self) -> dict[str, float]:
         """Return the numbers, which rank 0 has, on every rank; collective."""
-        box = [self._values]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(box, 0)
-        return box[0]
+        return of_rank_0(self._values)
 
 
 class Callbacks:

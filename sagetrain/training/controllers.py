@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.cluster.run_folder import RunFolder
@@ -26,6 +25,7 @@ from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine, Observers, StepResult, untimed
 from sagetrain.model.backends import attention_function
+from sagetrain.parallel.objects import of_every_rank
 from sagetrain.stability.balance import Starving
 from sagetrain.stability.choices import Flips
 from sagetrain.stability.controller import Controller, Event, Taken
@@ -339,13 +339,13 @@ def _replay(engine: Engine, places: Sequence[str], cfg: RunConfig) -> ReplicaChe
         ConfigError: their GPUs are of different models, whose kernels give different bits, or their attention was not
             tried on GPUs.
     """
-    device, models, every = engine.device, [""] * len(places), cfg.stability.replay.every_steps
+    device, every = engine.device, cfg.stability.replay.every_steps
     if device.type == "cuda" and cfg.attention.backend != "sage":
         raise ConfigError(
             f"stability.replay.every_steps: {every} compares bits, which was not tried on a GPU with attention.backend "
             f"{cfg.attention.backend}; set it to null, or use attention.backend sage"
         )
-    dist.all_gather_object(models, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+    models = of_every_rank(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     if len(different := sorted(set(models))) > 1:
         raise ConfigError(
             f"stability.replay.every_steps: {every} compares bits of replicas, which run on GPUs of "
@@ -361,9 +361,7 @@ def _places(engine: Engine) -> list[str]:
     if device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(device)
         place += f" {device.index} ({found.name}, GPU-{found.uuid})"
-    places: list[Any] = [None] * engine.groups.topology.world_size
-    dist.all_gather_object(places, place)
-    return places
+    return of_every_rank(place)
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from forked import PATIENCE, Command
-from kept import events_of, wait_for
-from runs import BIN, finish, log_of, write_config
+from kept import events_of
+from runs import BIN, finish, log_of, wait_for, write_config
 from sagetrain.cluster.agreement import host_to_leave
 from sagetrain.cluster.launcher import elastic, elastic_in_vain, free_port
 from sagetrain.cluster.lifeline import Death
