@@ -89,7 +89,7 @@ class Encoder:
     skip_bad_lines: bool = False
     """Count bad lines instead of raising an error."""
     records: Records | None = None
-    """How records of fine-tuning are read; None for plain text."""
+    """The way in which records of fine-tuning are read; None for plain text."""
     prefix: Sequence[int] = ()
     """The tokens before each document, or before each record that no template wrote."""
 
