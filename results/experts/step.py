@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import lzma
 import os
@@ -26,6 +27,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -266,6 +268,9 @@ class Titan(Peer):
     (training.dtype), as FSDP2 calls it: without autocast."""
 
     def build(self, cfg: RunConfig, weights: dict[str, Tensor]) -> list[nn.Parameter]:
+        if importlib.util.find_spec("datasets") is None:  # torchtitan imports it for data that is not read here.
+            for name in ("datasets", "datasets.distributed"):
+                sys.modules[name] = SimpleNamespace(Dataset=None, load_dataset=None, split_dataset_by_node=None)
         from torchtitan.components.loss import cross_entropy_loss
         from torchtitan.config.job_config import Compile
         from torchtitan.models.llama4.infra.parallelize import apply_compile
@@ -418,7 +423,8 @@ def main() -> None:
     words = [sys.executable, *sys.argv, "--begun", str(asked.begun), "--only"]
     running = {name: subprocess.Popen([*words, name]) for name in asked.sides}
     losses: dict[str, list[float]] = {}
-    while any(process.poll() is None for process in running.values()) and len(losses) < len(running):
+    # A side that has failed writes no losses, and the others go on.
+    while any(process.poll() is None and name not in losses for name, process in running.items()):
         for path in asked.out.glob("*.losses"):
             losses[path.stem] = json.loads(path.read_text() or "null") or losses.get(path.stem, [])
         time.sleep(0.1)
