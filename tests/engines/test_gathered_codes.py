@@ -17,6 +17,8 @@ def test_passes_have_the_same_bits_and_round_no_weights() -> None:
 
 @pytest.mark.parametrize(("sections", "ranks", "key", "words"), [
     ({"parallel": {"zero_stage": 1}}, 2, "parallel.zero_stage", "use 3, or gather_8_bits: false"),
+    ({"parallel": {"engine": "deepspeed"}}, 2, "parallel.engine", "was not proven"),
+    ({"parallel": {"gradient_reduction": "bf16"}}, 2, "parallel.gradient_reduction", "was not proven"),
     ({"parallel": {"offload": "all"}}, 2, "parallel.offload", "was not proven"),
     ({"stability": {"replay": {"every_steps": 5}}}, 2, "stability.replay.every_steps", "use null"),
     ({}, 3, "parallel.gather_8_bits", "3 ranks do not divide the"),

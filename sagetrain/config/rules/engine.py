@@ -29,6 +29,8 @@ A proof opens a value here, or removes the line if all values have one."""
 WITH_WEIGHTS_IN_8_BITS: dict[str, tuple[object, ...]] = {
     "parallel.zero_stage": (3,),
     "parallel.engine": ("fsdp", "auto"),
+    "parallel.gradient_reduction": ("fp32",),
+    "deepspeed": ({},),
     "parallel.offload": ("none",),
     "training.activation_offload": (False,),
     "model.experts": (None,),
@@ -48,13 +50,13 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if cfg.training.activation_offload:
         feature, without = "training.activation_offload", "activation_offload: false"
         yield from not_proven(cfg, WITH_ACTIVATIONS_ON_HOST, "activations_not_offloaded", feature, without)
+    if cfg.parallel.gather_8_bits:
+        yield from _weights_in_8_bits(cfg, layout)
     if layout.engine == "deepspeed":
         yield from deepspeed.findings(cfg, layout)
         return
     yield from _fsdp(cfg)
     yield from _offload(cfg)
-    if cfg.parallel.gather_8_bits:
-        yield from _weights_in_8_bits(cfg, layout)
 
 
 def _fsdp(cfg: RunConfig) -> Iterator[Finding]:

@@ -11,6 +11,8 @@ from sagetrain.config.sections.base import is_url
 
 WITH_COPIES_IN_MEMORY: dict[str, tuple[object, ...]] = {
     "parallel.engine": ("auto", "fsdp"),
+    "parallel.gradient_reduction": ("fp32",),
+    "deepspeed": ({},),
     "parallel.pipeline_parallel_size": (1,),
     "parallel.offload": ("none",),
     "training.activation_offload": (False,),
