@@ -143,10 +143,12 @@ def suspects(deaths: Sequence[Death]) -> str:
     return f"; hosts to look at, and to leave out of the next job: {', '.join(named)}" if named else ""
 
 
-def host_to_leave(deaths: Sequence[Death]) -> str:
+def host_to_leave(deaths: Sequence[Death], hosts: int) -> str:
     """Return the host of the last death if it is to be left out: ranks have died on it twice in an hour, and more often
-    than on any other host. Return "" if it is not."""
+    than on any other host. Return "" if it is not, and if it is the only one of the `hosts` that train."""
     last = deaths[-1]
+    if hosts == 1:
+        return ""
     counts = Counter(death.host for death in deaths if last.time - death.time < _HOUR and not death.memory)
     most = max(number for host, number in [("", 1), *counts.items()] if host != last.host)
     return last.host if counts[last.host] > most else ""

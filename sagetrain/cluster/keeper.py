@@ -174,6 +174,7 @@ class Keeper:
     def __init__(self, restarts: int, store: Store, forks: bool, run_dir: Path, say: Callable[[str], None]) -> None:
         self._restarts, self._forks, self._agreement = restarts, forks, Agreement(store)
         self._elastic, self._path = elastic(), run_dir / _DEATHS
+        self._hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self._patience = MISSED_BEATS if self._elastic else SILENT_BEATS
         self._say = say if self._agreement.rank == 0 else lambda text: None
         self._launchers, self._asked = told_launchers(), 0
@@ -207,7 +208,7 @@ class Keeper:
             except RuntimeError as error:
                 self._alone(rank, deaths, error)
             deaths.append(death.seen(found, time.time()))
-            if self._elastic and (host := host_to_leave(deaths)):
+            if self._elastic and (host := host_to_leave(deaths, self._hosts)):
                 why = f"{death.said}, as ranks there have before: {host} is left out"
                 self._begin_elsewhere(None, deaths, why, left=host == socket.gethostname())
             again = f"all ranks begin again (restart {len(deaths)} of {self._restarts})"

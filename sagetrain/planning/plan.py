@@ -12,7 +12,7 @@ from sagetrain.config.arguments import spelled
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check, placed
 from sagetrain.config.earlier_run import MeasuredRun
-from sagetrain.config.errors import ConfigError, many
+from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.load import load_config
 from sagetrain.config.rules import run_parts
 from sagetrain.config.run_parts import begin_of, end_of, lengths_of, parts, with_keys_of_stages
@@ -79,9 +79,9 @@ def make_plan(
     first, *later = (_of_part(part, *how) for part in parts(cfg))
     if not later:
         return first
-    every = [*placed(run_parts.findings(cfg), path, overrides), *first.findings]
-    for plan in later:
-        every += [finding for finding in plan.findings if finding not in every]
+    every: list[Finding] = []
+    for findings in (placed(run_parts.findings(cfg), path, overrides), *(plan.findings for plan in (first, *later))):
+        every += [finding for finding in findings if finding not in every]
     return replace(first, findings=placed(every, None, ()), later=tuple(later))
 
 

@@ -56,6 +56,9 @@ class Controller:
 
     name: str
     """Key of the controller's state in a checkpoint's manifest."""
+    of_sequences: bool = False
+    """Whether it remembers measurements that hold for sequences of one length. A part of a run (config/run_parts.py)
+    begins without them."""
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Take note of a step, and decide about the steps to come. Returns the decisions."""

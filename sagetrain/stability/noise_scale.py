@@ -66,6 +66,8 @@ class Averages(Controller):
         decay: weight that the averages keep at a new measurement.
     """
 
+    of_sequences = True
+
     def __init__(self, micro_batch_tokens: int, decay: float) -> None:
         self._micro_batch_tokens, self._decay = micro_batch_tokens, decay
         self._averages: dict[str, list[float]] = {}

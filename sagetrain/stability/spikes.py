@@ -42,7 +42,7 @@ class Verdict:
 class Spikes(Controller):
     """The detector of spikes, and the limit on how often it may act. The trainer calls `judge` before each update."""
 
-    name = "spikes"
+    name, of_sequences = "spikes", True
 
     def __init__(self, settings: SpikesConfig):
         self.settings = settings

@@ -423,7 +423,7 @@ def assemble(
     saver.published_step = met.saved_step
     if met.copies:
         met.copies.prepare(engine.owned(), dump_config(settled.asked))
-    controllers = Controllers(cfg, engine, folder, met.reporter, resumed.state)
+    controllers = Controllers(cfg, engine, folder, met.reporter, resumed.state, met.begins_part)
     loader_of = partial(
         Loader,
         dp_rank=groups.dp_rank,

@@ -59,7 +59,13 @@ class Controllers:
     """
 
     def __init__(
-        self, cfg: RunConfig, engine: Engine, folder: RunFolder, reporter: Reporter, state: TrainState
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        folder: RunFolder,
+        reporter: Reporter,
+        state: TrainState,
+        begins_part: bool = False,
     ) -> None:
         self._cfg, self._engine, self._folder, self._reporter = cfg, engine, folder, reporter
         model = engine.model
@@ -97,7 +103,8 @@ class Controllers:
             self._stragglers = Stragglers(groups.rank, places, groups.topology.stage_size, device)
         self._replay = _replay(engine, places, cfg) if stability.replay.every_steps else None
         self.controllers += [self._stragglers] if self._stragglers else []
-        self._restore(state.controllers)
+        other = {each.name for each in self.controllers if begins_part and each.of_sequences}
+        self._restore({name: each for name, each in state.controllers.items() if name not in other})
         for name, mover in self._movers.items():
             reporter.say(f"{name}: {mover.summary()}")
         # This comes last, because the movers have set the precision of the layers now.

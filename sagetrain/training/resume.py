@@ -149,7 +149,8 @@ def last_step(state: RunState, cfg: RunConfig) -> int:
 
 def parts_of(state: RunState, cfg: RunConfig) -> tuple[int, int]:
     """Return the number of the part of a run that wrote a checkpoint, and of the part that continues from it."""
-    return part_at(cfg, state.tokens - last_step(state, cfg)), part_at(cfg, state.tokens)
+    wrote = part_at(cfg, state.tokens - last_step(state, cfg))
+    return wrote, wrote if state.tokens >= cfg.training.total_tokens else part_at(cfg, state.tokens)
 
 
 def learning_rate_jump(cfg: RunConfig, folder: Location, tokens: int, last: int) -> tuple[str, str] | None:

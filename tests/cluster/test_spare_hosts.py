@@ -126,9 +126,10 @@ def deaths_on(*hosts: str, **changes: Any) -> list[Death]:
 
 def test_which_host_is_left_out() -> None:
     first, second = deaths_on("host1", "host1")
-    assert host_to_leave([first, second]) == "host1"
-    assert host_to_leave(deaths_on("host1", "host2", "host1")) == "host1"
-    assert host_to_leave([first, replace(second, time=4000.0)]) == "", "an hour has passed"
+    assert host_to_leave([first, second], 2) == "host1"
+    assert host_to_leave([first, second], 1) == "", "nobody would be left"
+    assert host_to_leave(deaths_on("host1", "host2", "host1"), 2) == "host1"
+    assert host_to_leave([first, replace(second, time=4000.0)], 2) == "", "an hour has passed"
     for hosts in (["host1"], ["host1", "host2"], ["host1", "host1", "host2"], ["host2", "host1", "host2", "host1"]):
-        assert host_to_leave(deaths_on(*hosts)) == ""
-    assert host_to_leave(deaths_on("host1", "host1", memory=True)) == ""
+        assert host_to_leave(deaths_on(*hosts), 2) == ""
+    assert host_to_leave(deaths_on("host1", "host1", memory=True), 2) == ""

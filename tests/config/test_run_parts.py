@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
@@ -91,3 +92,12 @@ def test_plan_has_memory_and_time_of_each_part() -> None:
     assert later.shown.prediction.tokens_per_second != plan.shown.prediction.tokens_per_second
     assert [f.rule for f in plan.findings].count("text_again") == 1
     assert plan.errors == 0 and len(plan.proposed) == 1
+
+
+def test_plan_says_each_finding_of_a_run_with_parts_once(tmp_path) -> None:
+    path = tmp_path / "run.yaml"
+    tree = {**config().model_dump(mode="json"), "lr_schedule": {"warmup_tokens": 4096}}
+    path.write_text(yaml.safe_dump(tree))
+    overrides = ["checkpoint.in_memory_every=5", "lr_schedule.warmup=0.1"]
+    found = [(each.rule, each.key) for each in make_plan(path, overrides, 1, H200).findings]
+    assert len(found) == len(set(found)) and len({"sequences_not_by_stage", "falls_away"} & {*dict(found)}) == 2, found

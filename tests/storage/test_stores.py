@@ -243,7 +243,7 @@ def test_a_url_that_cannot_be_used_is_refused_by_its_key(tmp_path, monkeypatch) 
         load_config("quickstart", ["data.train.0.path=gs://bucket/data/train"])
     cfg = load_config("quickstart", ["training.init_from=s3://bucket/run", f"training.run_dir={tmp_path}"])
     assert [each.rule for each in rules.findings(cfg, True) if each.key == "training.init_from"] == ["url_installed"]
-    own = ["training.init_from=s3://bucket/run", "training.run_url=s3://bucket/run"]
+    own = ["training.init_from=s3://bucket/run/checkpoints/step-00000001", "training.run_url=s3://bucket/run"]
     assert "init_from_itself" in [each.rule for each in rules.findings(load_config("quickstart", own), True)]
     for key in ("training.run_dir", "data.tokenizer"):
         with pytest.raises(ConfigError, match=rf"{key}.* is a URL, which this key does not take"):

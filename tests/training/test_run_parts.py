@@ -75,6 +75,8 @@ def test_the_first_part_is_a_plain_run_and_says_so(tmp_path, corpus, whole) -> N
         for length, end in ((32, BORDER), (64, STEPS))
     ]
     state = json.loads((whole / f"checkpoints/step-{STEPS:08d}/manifest.json").read_text())["state"]
+    window = state["controllers"]["spikes"]["window"]
+    assert len(window) == STEPS - BORDER, "losses of other sequences are no measure of a spike"
     assert state["sequences"] == 256 * STEPS // 64 and state["identity"]["data.seq_length"] == 64
     assert state["ledger"]["segments"] == [[0, 8, BORDER], [256 * BORDER // 64, 4, STEPS - BORDER]]
     loaded = api.load_run(whole).run.cfg
@@ -90,6 +92,13 @@ def test_a_run_goes_on_before_at_and_behind_the_border(tmp_path, corpus, whole, 
     assert any(f"at {256 * step:,} of 3,072 tokens" in finding.message for finding in plan.findings)
     assert api.train(path).finished
     check_same(tmp_path / "again", whole, STEPS)
+
+
+def test_a_run_that_ends_at_the_border_begins_no_part(tmp_path, corpus, whole) -> None:
+    path = config(tmp_path, corpus, "ended")
+    said = len((cut(whole, tmp_path / "ended", BORDER) / "events.jsonl").read_text())
+    assert api.train(path, {"training.total_tokens": 256 * BORDER}).finished
+    assert "sequences of 64" not in (tmp_path / "ended/events.jsonl").read_text()[said:]
 
 
 def test_a_run_killed_in_its_second_part_goes_on(tmp_path, corpus, whole) -> None:

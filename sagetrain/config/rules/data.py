@@ -275,7 +275,7 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         if cfg.training.init_moments:
             yield no_effect("training.init_moments", True, "no training.init_from")
     elif is_url(start):
-        if start == cfg.training.run_url:
+        if cfg.training.run_url and f"{start}/".startswith(f"{cfg.training.run_url}/"):
             yield About("init_from_itself", "training.init_from", start).error(
                 "is this run's own training.run_url: it goes on from its checkpoints anyway",
                 "leave it out to go on, or choose another training.run_url and training.run_dir for a new run",
