@@ -94,6 +94,16 @@ def test_plan_has_memory_and_time_of_each_part() -> None:
     assert plan.errors == 0 and len(plan.proposed) == 1
 
 
+def test_steps_are_counted_over_all_parts() -> None:
+    """Later steps have twice the tokens. A run has 26 steps, and a shorter one ends in the first part."""
+    half = {"training": {"total_tokens": 100_000, "run_dir": "none"}, "lr_schedule": {"batch_rule": "linear"}}
+    found = check(config(SHORT, LONG, training={"drop_steps": [20]}), 1, files=False)
+    assert "no_effect" not in [each.rule for each in found]
+    assert [each.rule for each in check(config(SHORT, LONG, **half), 1, files=False) if each.level == "error"] == [
+        "batch_rule_reference"
+    ]
+
+
 def test_plan_says_each_finding_of_a_run_with_parts_once(tmp_path) -> None:
     path = tmp_path / "run.yaml"
     tree = {**config().model_dump(mode="json"), "lr_schedule": {"warmup_tokens": 4096}}

@@ -9,6 +9,7 @@ from sagetrain.config.arithmetic import decay_tokens, peak_lr, warmup_tokens
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About, neighbours, no_effect
+from sagetrain.config.run_parts import run_of
 from sagetrain.config.schema import LearningRates, OptimizerConfig, RampTokens, RunConfig, StagedTokens
 
 
@@ -54,13 +55,14 @@ def _tokens_per_step(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
                     f"the run ends before, at training.total_tokens {total}",
                     "begin the stage earlier, drop it, or train longer",
                 )
-    first = next(iter(schedule.named_tokens.values()))
+    named = run_of(cfg).tokens_per_step.named_tokens
+    first = next(iter(named.values()))
     if total < first:
         yield About("total_tokens", "training.total_tokens", total).error(
             f"is less than the first optimizer step of {first} tokens",
             "train longer, or begin with fewer tokens per step",
         )
-    least = min(tokens for key, tokens in schedule.named_tokens.items() if key != "tokens_per_step.multiple")
+    least = min(tokens for key, tokens in named.items() if key != "tokens_per_step.multiple")
     most = -(-total // least)
     ends = f"training.total_tokens {total}: the run ends before step {most + 1}"
     if late := [step for step in cfg.training.drop_steps if step > most]:
@@ -135,7 +137,7 @@ def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
     if schedule.batch_rule == "none" and schedule.reference_tokens_per_step is not None:
         yield no_effect(key, schedule.reference_tokens_per_step, "batch_rule none")
     if schedule.batch_rule != "none" and schedule.reference_tokens_per_step is None:
-        sizes = list(cfg.tokens_per_step.named_tokens.values())
+        sizes = list(run_of(cfg).tokens_per_step.named_tokens.values())
         yield About("batch_rule_reference", key, None).error(
             f"batch_rule {schedule.batch_rule} needs it: the tokens per step at which optimizer.lr holds unscaled. A "
             "default taken from the schedule made adding a stage change the learning rates before it",
