@@ -198,6 +198,7 @@ def test_what_was_not_tried_is_refused_by_name(sections: dict, key: str) -> None
     cfg = tiny.config(1, checkpoint={"in_memory_every": 1}, **sections)
     found = [each for each in check(cfg, 2, files=False) if each.rule == "in_memory_untried"]
     assert [each.key for each in found] == [key]
+    assert "per_token=" not in str(found[0])  # A section is named, and not written out.
 
 
 def test_copies_that_do_not_fit_a_host_are_an_error() -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 
 from sagetrain.config.errors import Finding, Level
 from sagetrain.config.schema import EvaluationConfig, RunConfig
+from sagetrain.config.sections.base import Section
 
 
 class About(NamedTuple):
@@ -56,6 +57,8 @@ def not_proven(
 
 def _spelled(value: object) -> object:
     """Return a value as a message shows it."""
+    if isinstance(value, Section):
+        return "a section of its own"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
