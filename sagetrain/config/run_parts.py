@@ -92,4 +92,9 @@ def with_keys_of_stages(findings: Iterable[Finding], part: RunConfig) -> Iterato
             if schedule and schedule.is_part and (finding.key == key or finding.key.startswith(f"{key}.")):
                 behind = finding.key.removeprefix(key)
                 finding = replace(finding, key=f"tokens_per_step.stages.{first_stage(part)}.{name}{behind}")
+        if schedule and schedule.is_part and finding.key.startswith("tokens_per_step.stages."):
+            for key, name in _RENAMED.items():
+                finding = replace(
+                    finding, fix=finding.fix.replace(key, f"tokens_per_step.stages.{first_stage(part)}.{name}")
+                )
         yield finding

@@ -74,6 +74,7 @@ def test_what_contradicts_itself_or_was_not_proven(stages, sections, key, said) 
     ranks = 2 if "parallel" in sections else 1
     found = errors(config(*stages, **sections), ranks)
     name = key if key.split(".")[0] in sections else f"tokens_per_step.{key}"
+    assert '"null"' not in "".join(map(str, check(config(*stages, **sections), ranks, files=False)))
     assert name in found and said in found[name], found
 
 
@@ -82,6 +83,8 @@ def test_keys_of_a_part_are_those_of_its_stage() -> None:
     stages = [SHORT, {**LONG, "seq_length": 32769, "tokens": 131076}]
     found = errors(config(*stages, parallel={"context_parallel_size": 2}), 2)
     assert "tokens_per_step.stages.1.seq_length" in found and "data.seq_length" not in found
+    found = errors(config(SHORT, {**LONG, "micro_batch_size": 3}))
+    assert "or tokens_per_step.stages.1.micro_batch_size 2" in found["tokens_per_step.stages.1.tokens"]
 
 
 def test_plan_has_memory_and_time_of_each_part() -> None:

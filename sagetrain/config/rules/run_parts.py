@@ -33,7 +33,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     schedule, wrong = lengths_of(cfg), False
     for i, stage in enumerate(cfg.tokens_per_step.stages if isinstance(cfg.tokens_per_step, StagedTokens) else ()):
         for name, value in zip(("seq_length", "micro_batch_size", "rope_scaling"), sequences_of(stage), strict=True):
-            about = About("sequences_of_stages", f"tokens_per_step.stages.{i}.{name}", _spelled(value))
+            about = About("sequences_of_stages", f"tokens_per_step.stages.{i}.{name}", value)
             if schedule is None and value is not None:
                 yield about.error("has no seq_length beside it", "give every stage seq_length and micro_batch_size")
             elif schedule and value is None and name != "rope_scaling":
