@@ -209,6 +209,8 @@ class Keeper:
                 self._alone(rank, deaths, error)
             deaths.append(death.seen(found, time.time()))
             if self._elastic and (host := host_to_leave(deaths, self._hosts)):
+                # A keeper that finds no store would take the host for lost.
+                self._agreement.leave()
                 why = f"{death.said}, as ranks there have before: {host} is left out"
                 self._begin_elsewhere(None, deaths, why, left=host == socket.gethostname())
             again = f"all ranks begin again (restart {len(deaths)} of {self._restarts})"

@@ -82,6 +82,8 @@ def python(words: list[str]) -> None:
     if words[0] == "-m":
         name = words[1].replace(".", "/")
         assert any((ROOT / folder / f"{name}.py").exists() for folder in (".", "kernels")) or words[1] == "pytest"
+    elif words[0] == "-c":
+        compile(words[1], "command", "exec")
     else:
         assert (ROOT / words[0]).is_file()
 
