@@ -300,6 +300,29 @@ def table(rows: list[dict]) -> None:
             print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
 
 
+def compared(rows: list[dict], title: str, what: str) -> None:
+    """Print the differences to 16 bits of the same seed, for arms that differ in one operation.
+
+    Args:
+        title: goes before the number of steps.
+        what: the operation, which heads the column of arms.
+    """
+    found = {(row["arm"], row["seed"]): row for row in rows}
+    last = lambda row: sum(row["losses"][-(row["steps"] // 10 or 1) :]) / (row["steps"] // 10 or 1)  # noqa: E731
+    print(f"\n{title}{sorted({row['steps'] for row in rows})} steps of a half\n")
+    print(f"| {what} | training | held out | rounding the finished model |\n|---|---|---|---|")
+    for arm in ARMS:
+        pairs = [
+            (found[arm, seed], found["bf16", seed]) for name, seed in found if name == arm and ("bf16", seed) in found
+        ]
+        if arm == "bf16" and pairs:
+            cells = [f"{sum(f(a) for a, _ in pairs) / len(pairs):.4f}" for f in (last, lambda row: row["valid"])]
+        else:
+            cells = [interval([f(a) - f(b) for a, b in pairs]) for f in (last, lambda row: row["valid"])]
+        cells.append(interval([a["own"] - a["sixteen"] for a, _ in pairs if "own" in a]))
+        print(f"| {arm} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text", type=Path)

@@ -60,20 +60,7 @@ def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> 
 
 def table(rows: list[dict]) -> None:
     """Print the differences to 16 bits of the same seed."""
-    found = {(row["arm"], row["seed"]): row for row in rows}
-    last = lambda row: sum(row["losses"][-(row["steps"] // 10 or 1) :]) / (row["steps"] // 10 or 1)  # noqa: E731
-    print(f"\n{sorted({row['steps'] for row in rows})} steps of a half\n")
-    print("| head | training | held out | rounding the finished model |\n|---|---|---|---|")
-    for arm in runs.ARMS:
-        pairs = [
-            (found[arm, seed], found["bf16", seed]) for name, seed in found if name == arm and ("bf16", seed) in found
-        ]
-        if arm == "bf16" and pairs:
-            cells = [f"{sum(f(a) for a, _ in pairs) / len(pairs):.4f}" for f in (last, lambda row: row["valid"])]
-        else:
-            cells = [runs.interval([f(a) - f(b) for a, b in pairs]) for f in (last, lambda row: row["valid"])]
-        cells.append(runs.interval([a["own"] - a["sixteen"] for a, _ in pairs if "own" in a]))
-        print(f"| {arm} | {' | '.join(cells)} |", flush=True)
+    runs.compared(rows, "", "head")
 
 
 runs.config, runs.evaluated, runs.table = config, evaluated, table

@@ -11,8 +11,8 @@ none, so a rank may be killed at any time. All ranks copy the same steps: a step
 is still busy. So there is always a step of which every rank's copy is whole, here and on the other host.
 
 New ranks with the same layout take the newest step of which all copies are whole, if no checkpoint is as new. A copy is
-found on whatever host it is, because ranks have other numbers after a host was left out. A folder
-with a manifest beside the copy is a checkpoint of which a host has the files that its rank reads.
+found on whatever host it is, because ranks have other numbers after a host was left out. A folder with a manifest
+beside the copy is a checkpoint of which a host has the files that its rank reads.
 """
 
 from __future__ import annotations
