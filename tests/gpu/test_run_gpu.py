@@ -74,7 +74,7 @@ def test_a_run_learns_saves_and_goes_on(engine: str, compiled: str, recipe: str,
 @pytest.mark.long
 def test_a_part_with_longer_sequences_is_compiled_anew(tmp_path: Path) -> None:
     """The second part begins in this process, and once more in a run that is continued at the border."""
-    config, writer = write_config(tmp_path, "fsdp", "on"), TokenFileWriter(tmp_path / "train").begin(VOCAB)
+    config, writer = write_config(tmp_path, "fsdp", "on", "scores"), TokenFileWriter(tmp_path / "train").begin(VOCAB)
     writer.add(np.concatenate([random_walk(index) for index in range(128)]).astype(np.uint16), np.full(128, SEQ + 1))
     writer.finish()
     writer.publish({})
