@@ -27,8 +27,8 @@ from sagetrain.parallel.topology import ParallelGroups
 
 BEGAN = time.monotonic()
 SIDES = {
-    "int8": (AttentionConfig(backend="sage", recipe="scores"), LinearConfig(precision="int8", recipe="rowwise")),
     "bf16": (AttentionConfig(backend="sdpa"), LinearConfig(precision="bf16")),
+    "int8": (AttentionConfig(backend="sage", recipe="scores"), LinearConfig(precision="int8", recipe="rowwise")),
 }
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
