@@ -67,9 +67,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="KEY=LOW:HIGH",
-            help="Search the best value of this key instead, by successive halving within --budget: values over the "
-            "range run a fourth of training.total_tokens, the better half of them half of it, and the best with its "
-            "neighbours all of it, with --seeds seeds.",
+            help="Search the best value of this key instead, among values over the range: all of them at full length if "
+            "--budget pays for that with --seeds seeds, or else by successive halving.",
         ),
     ] = None,
     budget: Annotated[

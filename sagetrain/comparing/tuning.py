@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -68,8 +69,7 @@ class TuneRequest:
         variants = [Setting(_setting(name, value), (_setting(key, value),), self.config) for value in values]
         overrides = (*self.overrides, f"training.total_tokens={search.tokens(number)}")
         seed = load_config(self.config, self.overrides).training.seed
-        seeds = self.seeds if number == search.rounds - 1 else 1
-        return Question(tuple(variants), (Setting(""),), overrides, seeds, 0, tuple(self.allow), seed)
+        return Question(tuple(variants), (Setting(""),), overrides, search.seeds_of(number), 0, tuple(self.allow), seed)
 
     def default_output(self, key: str) -> Path:
         """Return the run_dir of the configuration with -tune and the key at its end."""
@@ -131,8 +131,8 @@ def tune(
     search, begin = request.search(), time.monotonic()
     _keep(search, request, where.output)
     values, found, rounds = search.values(), list[Results](), list[Round]()
-    say(f"{search.key}: {many(len(values), 'value')}, {search.cost(len(values)):,} of {search.budget:,} tokens")
-    for number in range(search.rounds):
+    say(f"{search.key}: {many(len(values), 'value')}, {search.planned:,} of {search.budget:,} tokens")
+    for number in itertools.count():
         left = None if time_limit is None else time_limit - (time.monotonic() - begin)
         if left is not None and left <= 0:
             say(f"stopped by --time-limit {time_limit:g}; the same command continues")
@@ -149,14 +149,18 @@ def tune(
             break
         names = dict(zip((variant.name for variant in question.variants), values, strict=True))
         losses = {value: [_loss(run) for job, run in ended.items() if names[job.variant] == value] for value in values}
-        rounds.append(Round(search.tokens(number), losses))
+        if number < search.rounds:
+            rounds.append(Round(search.tokens(number), losses))
+        else:
+            rounds[-1] = Round(search.tokens(number), {**rounds[-1].losses, **losses})
         means = rounds[-1].means
         if not any(map(math.isfinite, means.values())):
             raise ConfigError(
                 f"--tune {search.key}={search.low:g}:{search.high:g}: every run of {name} diverged; name another range"
             )
-        if number + 1 < search.rounds:
-            values = search.next_round(number, means)
+        values = search.next_round(number, means, sum(each.spent for each in rounds))
+        if not values:
+            break
     if rounds:
         evaluated = any(run.valid_end is not None for run in found[0].runs.values())
         measured = "validation loss" if evaluated else "training loss over the last 5 %"

@@ -31,6 +31,11 @@ class Round:
     def means(self) -> dict[float, float]:
         return {value: statistics.fmean(losses) for value, losses in self.losses.items()}
 
+    @property
+    def spent(self) -> int:
+        """The tokens of all its runs."""
+        return self.tokens * sum(map(len, self.losses.values()))
+
 
 def page(
     search: Halving, rounds: Sequence[Round], margin: float, command: str, measured: str
@@ -39,7 +44,7 @@ def page(
     complete = len(rounds) == search.rounds
     found = flatness(search, rounds[-1].means, margin) if complete else None
     verdict = _verdict(search, found, rounds[-1], margin)
-    spent = sum(each.tokens * len(losses) for each in rounds for losses in each.losses.values())
+    spent = sum(each.spent for each in rounds)
     tree = {
         "key": search.key,
         "verdict": verdict,
@@ -118,11 +123,12 @@ def _limits(search: Halving, rounds: Sequence[Round]) -> Iterator[str]:
     yield "What it does not show:"
     yield ""
     steps = rounds[0].tokens // search.step_tokens
-    yield (
-        f"- Short runs chose the values of the last round. Those of {rounds[0].tokens:,} tokens ({many(steps, 'step')}"
-        ") have a whole schedule of their own, and a longer run may like another value."
-    )
-    if search.key.startswith("optimizer.lr") and steps < _SHORT:
+    if search.rounds > 1:
+        yield (
+            f"- Short runs chose the values of the last round. Those of {rounds[0].tokens:,} tokens "
+            f"({many(steps, 'step')}) have a whole schedule of their own, and a longer run may like another value."
+        )
+    if search.rounds > 1 and search.key.startswith("optimizer.lr") and steps < _SHORT:
         yield (
             f"- Below {_SHORT} steps the best learning rate may be far from that of the whole run: at 43M AdamW's was "
             "5e-4 in 100 steps and 2e-3 in 400 (results/muon-loss)."

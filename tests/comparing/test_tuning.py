@@ -21,7 +21,7 @@ from sagetrain.comparing.tuning_page import Round, page
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 
-SEARCH = Halving("optimizer.lr", 1e-4, 1e-2, False, 6400, 100, 2, 62_400)
+SEARCH = Halving("optimizer.lr", 1e-4, 1e-2, False, 6400, 100, 2, 75_200)
 LONG = ["tokens_per_step={schedule: constant, tokens: 256}", "lr_schedule.warmup_tokens=0", "lr_schedule.warmup=0.1"]
 LONG.append("training.total_tokens=25600")
 
@@ -32,9 +32,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return write_config(folder / "base.yaml", corpus, folder / "run", attention={"recipe": "fine"})
 
 
-def runs_of(curve: Callable[[float, int], float], started: list[str], broken: str = "") -> runner.Start:
+def runs_of(curve: Callable[[float, int, int], float], started: list[str], broken: str = "") -> runner.Start:
     """Return a function in place of runner.start_process. Its runs end at once, at the loss that `curve` has of
-    rate and seed. Those in whose folder `broken` is fail."""
+    rate, seed and tokens. Those in whose folder `broken` is fail."""
 
     def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> SimpleNamespace:
         cfg = load_config(words[0], list(words[1:]))
@@ -42,22 +42,22 @@ def runs_of(curve: Callable[[float, int], float], started: list[str], broken: st
         started.append(str(folder))
         if broken and broken in str(folder):
             return ended(1)
-        write_metrics(folder, tokens, curve(cfg.optimizer.lr, cfg.training.seed))
+        write_metrics(folder, tokens, curve(cfg.optimizer.lr, cfg.training.seed, tokens))
         return ended(0)
 
     return start
 
 
-def square(lr: float, seed: int) -> float:
+def square(lr: float, seed: int, tokens: int = 0) -> float:
     """Return a loss that is lowest at 1.2e-3, and the same distance from the lowest loss at all seeds."""
     return 3 + 0.1 * math.log(lr / 1.2e-3) ** 2 + 0.01 * seed if lr < 8e-3 else math.nan
 
 
-def go(base: Path, output: Path, start: runner.Start, **more: object) -> tuple[list, list[str]]:
-    request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 300_800, LONG, 2)
+def go(base: Path, output: Path, start: runner.Start, budget: int = 352_000) -> tuple[list, list[str]]:
+    request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", budget, LONG, 2)
     said: list[str] = []
     where = Places(output, output / "runs", (), 2, "CPU")
-    return tune(request, where, said.append, command="the command", margin=0.01, start=start, **more), said
+    return tune(request, where, said.append, command="the command", margin=0.01, start=start), said
 
 
 def test_a_search_finds_the_lowest_point_and_how_flat_it_is(base: Path, tmp_path: Path) -> None:
@@ -83,16 +83,36 @@ def test_a_search_finds_the_lowest_point_and_how_flat_it_is(base: Path, tmp_path
     assert "| 0.00158 | 3.0076 | 3.0076 | 3.0126 (2 seeds) | 0.0042 ± 0.0000 |" in page
     assert "Those of 6,400 tokens (25 steps) have a whole schedule" in page and "Below 400 steps the best" in page
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
-    request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 300_800, LONG, 1)
+    request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 352_000, LONG, 1)
     with pytest.raises(ConfigError, match=r"tune.json is of another search:\n  seeds: 2 there, 1 now"):
         tune(request, Places(tmp_path, tmp_path, (), 1, "CPU"), said.append, command="", margin=0.01)
 
 
 def test_a_search_says_that_its_best_value_is_at_the_edge(base: Path, tmp_path: Path) -> None:
-    _, said = go(base, tmp_path, runs_of(lambda lr, seed: 3 - lr, []))
+    _, said = go(base, tmp_path, runs_of(lambda lr, seed, tokens: 3 - lr, []))
     assert "it is the highest value of the range, so the best one may lie beyond; widen 0.0001:0.01" in said[-2]
     with pytest.raises(ConfigError, match="every run of round-1 diverged"):
-        go(base, tmp_path / "nan", runs_of(lambda lr, seed: math.nan, []))
+        go(base, tmp_path / "nan", runs_of(lambda lr, seed, tokens: math.nan, []))
+
+
+def later(lr: float, seed: int, tokens: int) -> float:
+    """Return a loss that is lowest at 5e-4 in short runs, and at 2.5e-3 at full length."""
+    return 3 + 0.1 * math.log(lr / (5e-4 if tokens < 25_600 else 2.5e-3)) ** 2
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [(352_000, ["1", "2", "3", "4"]), (10**9, ["1"])])
+def test_a_longer_run_may_like_another_value(base: Path, tmp_path: Path, budget: int, rounds: list[str]) -> None:
+    """The search follows the best value as far as the budget pays, and needs no short runs where it pays for all."""
+    started: list[str] = []
+    _, said = go(base, tmp_path, runs_of(later, started), budget)
+    assert sorted({folder.partition("round-")[2][0] for folder in started}) == rounds
+    tree, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "README.md").read_text()
+    assert tree["tokens"] <= budget and ("Short runs chose" in page) == (len(rounds) > 1)
+    if len(rounds) > 1:  # One value more could be paid for, and is still at the edge.
+        assert len(tree["rounds"][-1]["losses"]) == 4 and tree["best"] == 1e-3
+        assert "it is the highest value of the last round" in said[-2] and "search on with --tune" in said[-2]
+    else:
+        assert tree["best"] == pytest.approx(2.5e-3, rel=0.2) and tree["lowest"] == pytest.approx(2.5e-3, rel=0.01)
 
 
 def test_the_best_of_the_last_round_may_be_at_its_edge() -> None:
@@ -104,8 +124,12 @@ def test_the_best_of_the_last_round_may_be_at_its_edge() -> None:
 
 
 def test_the_values_fill_the_budget() -> None:
-    """Five values cost 5 / 4 + 3 / 2 + 6 whole runs with two seeds, and two more values cost one more run."""
-    assert SEARCH.cost(5) == 8000 + 3 * 3200 + 6 * 6400 and len(SEARCH.values()) == 7
+    """Five values cost 5 / 4 + 3 / 2 + 6 whole runs with two seeds, two more values cost one more run, and one run a
+    seed is left for a value beyond the last round. With one seed all five at full length are cheaper."""
+    assert SEARCH.cost(5) == 8000 + 3 * 3200 + 6 * 6400 and len(SEARCH.values()) == 7 and SEARCH.rounds == 3
+    assert SEARCH.planned == SEARCH.cost(7) == SEARCH.budget - 2 * 6400
+    alone = replace(SEARCH, seeds=1, budget=5 * 6400)
+    assert (alone.rounds, alone.tokens(0), alone.planned) == (1, 6400, alone.cost(5)) == (1, 6400, 5 * 6400)
     assert SEARCH.values()[::3] == [1e-4, 1e-3, 1e-2]
     assert len(replace(SEARCH, budget=10**9).values()) == 17
     steps = replace(SEARCH, low=1, high=12, whole=True, budget=10**9).values()
@@ -127,8 +151,8 @@ def test_losses_that_bend_the_other_way_have_no_range(losses: Sequence[float]) -
     ("optimizer.lr=1e-4:nan", 10**9, [], "is written KEY=LOW:HIGH"),
     ("optimizer.lr=1e-2:1e-4", 10**9, [], "the first value is not below the second one"),
     ("optimizer.lr_off=1e-4:1e-2", 10**9, [], "unknown key; did you mean"),
-    ("optimizer.lr=1e-4:1e-2", 1000, [], "take 300,800 tokens; use a larger budget, --seeds 1 (147,200 tokens)"),
-    ("optimizer.lr=1e-4:1e-2", 10**9, ["training.total_tokens=2560"], "use at least 4,096 tokens"),
+    ("optimizer.lr=1e-4:1e-2", 1000, [], "takes 300,800 tokens; use a larger budget, --seeds 1 (128,000 tokens)"),
+    ("optimizer.lr=1e-4:1e-2", 36_000, ["training.total_tokens=2560"], "use at least 4,096 tokens"),
     ("optimizer.lr=1e-4:1e-2", 10**9, ["lr_schedule.warmup_tokens=256", "lr_schedule.warmup=0"],
      "lr_schedule.warmup_tokens = 256: does not shrink with the runs of early rounds; use lr_schedule.warmup"),
     ("training.total_tokens=1e4:1e5", 10**9, [], "is what rounds differ in"),
