@@ -59,7 +59,6 @@ ARITHMETIC = {
     "sdpa": "attention.backend=sdpa",
     "scores": "attention.backend=sage attention.recipe=scores",
     "noqk": "attention.qk_norm=none",
-    "titan": "attention.backend=sdpa",
 }
 """The settings of the parts that say what is computed. Layouts that share them are compared with each other."""
 NEAR = -0.1, 1.5
@@ -115,11 +114,6 @@ class Layout:
     def arithmetic(self) -> frozenset[str]:
         return frozenset(self.flags) & ARITHMETIC.keys()
 
-    @property
-    def titan(self) -> bool:
-        """Whether torchtitan trains instead of SageTrain."""
-        return "titan" in self.flags
-
     def settings(self, cfg: RunConfig, folder: Path, accumulation: int, tokens: int | None = None) -> list[str]:
         """Return the overrides of the layout's run. `tokens` are those of a step, in place of an accumulation."""
         micro_batch = self.sizes.get("m", cfg.data.micro_batch_size)
@@ -147,11 +141,9 @@ class Layout:
         # leaves to others. A hostfile of the cluster (/job/hostfile is read unless another one is named) does not apply
         # here.
         where, environment = ["--hostfile", os.devnull], {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        if self.titan:  # torchtitan's own start script sets this.
-            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         if not torch.cuda.is_available():
             where, environment = ["--num_accelerators", str(len(gpus))], None
-        program = [str(ROOT / ("benchmarks/titan.py" if self.titan else "launch/train.py")), "--config", config]
+        program = [str(ROOT / "launch/train.py"), "--config", config]
         command = [deepspeed(), *where, "--master_port", str(free_port()), *program]
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(

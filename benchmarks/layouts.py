@@ -3,7 +3,7 @@
     python3 benchmarks/layouts.py --config configs/1b.yaml --layouts tp1,dp4,dp4-z3,tp4,tp4-sp \\
         data.train.0.path=data/corpus/train data.micro_batch_size=8
     python3 benchmarks/layouts.py --config configs/8b.yaml --random-tokens --tokens-per-step 262144 --limit 120 \\
-        --layouts tp2-dp2-sp-fp8-scores,titan-dp4-z3-fp8-tensorwise-selective attention.qk_norm=none
+        --layouts tp2-dp2-sp-fp8-scores,dp4-z3-fp8-scores attention.qk_norm=none
 
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), pp (pipeline stages), v
 (chunks of a stage), z (ZeRO stage, 1 by default), m (data.micro_batch_size) and sp (sequence parallel). A size that is
@@ -16,8 +16,7 @@ pp4-v2-moments16. With offload and alloffload FSDP2 keeps the optimizer's state,
 memory: dp2-offload,dp2-z3-alloffload.
 
 It also names its arithmetic, if that is not as configured: linear layers in `bf16`, `int8` or `fp8` (`tensorwise`),
-attention by `sdpa` or `scores`, and `noqk` for a model without QK-norm. `titan` is torchtitan's FSDP2 in place of
-SageTrain, on random tokens (benchmarks/titan.py).
+attention by `sdpa` or `scores`, and `noqk` for a model without QK-norm.
 
 Each layout is a real run of launch/train.py through the deepspeed launcher. Its steps have `--accumulation` micro-steps
 each, or `--tokens-per-step`; those of the warm-up have two micro-steps at most. Runs that leave GPUs free go side by
@@ -33,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -67,7 +65,6 @@ from sagetrain.data.token_file import token_path
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.planning.plan import document_span
 from sagetrain.planning.priced import Target
-from titan import refusals
 
 
 def parse_layouts(text: str) -> list[Layout]:
@@ -234,8 +231,6 @@ def main() -> None:
     largest = max(layout.world_size for layout in arguments.layouts)
     if len(devices()) < largest:
         parser.error(f"the largest layout needs {largest} GPUs, here are {len(devices())}")
-    if any(layout.titan for layout in arguments.layouts) and not importlib.util.find_spec("torchtitan"):
-        parser.error("titan: torchtitan is not installed; pip install torchtitan==0.2.2 torchao")
     output = Path(arguments.output).absolute()
     settings, configs, findings = {}, {}, []
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -255,11 +250,8 @@ def main() -> None:
                 configs[layout.name], layout.world_size, vocab_size=vocab_size, files=not arguments.random_tokens
             )
             findings += [f"{layout.name}: {finding}" for finding in found if finding.level == "error"]
-            if layout.titan:
-                findings += [f"{layout.name}: {line}" for line in refusals(configs[layout.name], layout.world_size)]
-            else:
-                padded = padded_vocab_size(vocab_size)
-                layout.predicted = predicted(configs[layout.name], layout.world_size, padded, device)
+            padded = padded_vocab_size(vocab_size)
+            layout.predicted = predicted(configs[layout.name], layout.world_size, padded, device)
     except ConfigError as error:
         sys.exit(str(error))
     if findings:

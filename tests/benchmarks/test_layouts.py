@@ -105,7 +105,6 @@ def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: 
         ("z9", 1, "zero_stage"),
         ("tp1,dp2,tp1", 1, "names a layout twice"),
         ("tp1", 0, "--steps 0: at least 1"),
-        ("titan-dp2-z3", 1, "torchtitan is not installed"),
     ):
         assert said in refusal(monkeypatch, capsys, config, layouts, steps)
         assert not (tmp_path / "out").exists()

@@ -241,7 +241,6 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/planning/show.py",
         "benchmarks/layouts.py",
         "benchmarks/layout_run.py",
-        "benchmarks/titan.py",
     }
 
 

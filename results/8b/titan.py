@@ -1,15 +1,18 @@
 """Train the model of a configuration with torchtitan (FSDP2) on random tokens, and write metrics.jsonl as a run does.
 
-    torchrun --nproc-per-node 4 benchmarks/titan.py --config configs/8b.yaml parallel.zero_stage=3 \\
+    torchrun --nproc-per-node 4 results/8b/titan.py --config configs/8b.yaml parallel.zero_stage=3 \\
         attention.qk_norm=none linear.precision=fp8 linear.recipe=tensorwise data.document_attention=false \\
         data.document_positions=false
 
-benchmarks/layouts.py starts it for layouts whose name has the part `titan`. The model is torchtitan's own Llama 3 of
+The model is torchtitan's own Llama 3 of
 the same shape, with torch.compile, torch's attention (cuDNN first) and torch's fused AdamW. ZeRO 3 stands for FSDP2
 that gathers the weights of a block in forward and again in backward, ZeRO 2 for FSDP2 that keeps them in between.
 Linear layers in FP8 are torchao's, without the output projection: tensorwise with all-gathers in FP8, or rowwise.
 `selective` is torchtitan's choice of operations (`op`). A setting that torchtitan cannot follow is refused. Both sides
 count the same FLOPs for MFU.
+
+This script is frozen. It runs with the library as it was at commit e55ef519, where it was benchmarks/titan.py, and
+benchmarks/layouts.py started it for layouts whose name has the part `titan`.
 """
 
 from __future__ import annotations
