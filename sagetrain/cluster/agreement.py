@@ -9,7 +9,9 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -28,6 +30,8 @@ time in which the whole job was stopped does not count."""
 MISSED_BEATS = 10
 """The number of beats where the ranks of a host should be gone by now, and torchrun can begin again without it."""
 _HOUR = 3600.0
+_PATIENCE = 300.0
+"""The longest time in seconds that the first keeper waits until all hosts have come."""
 _FAREWELL = 10.0
 """The longest time in seconds that the first keeper waits for the others, which may still ask its store."""
 
@@ -41,12 +45,12 @@ class Agreement:
         self.rank, self.world_size = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
         self._interval = max(TICK, 2 * self.world_size / _REQUESTS)
         self._asked = self._beat = time.monotonic()
-        self._hosts: dict[int, tuple[int, str]] = {}
+        self._hosts: dict[int, tuple[int, str, str]] = {}
         self._signs: dict[int, tuple[int, int]] = {}
         self._leads = os.environ.get("LOCAL_RANK", "0") == "0"
         if self._leads:
             number = store.add("hosts", 1)
-            store.set(f"host/{number}", json.dumps([self.rank, socket.gethostname()]))
+            store.set(f"host/{number}", json.dumps([self.rank, socket.gethostname(), _launcher()]))
 
     def due(self) -> bool:
         """Whether the store may be asked again."""
@@ -120,19 +124,38 @@ class Agreement:
         if self.rank == 0:
             self._look(patience)
 
-    def _look(self, patience: int) -> None:
+    def launchers(self, hosts: int) -> list[str]:
+        """Return the identity of each host's launcher, which no other process has, on rank 0; elsewhere []. A host that
+        does not come is not waited for longer than the others wait for rank 0."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.rank == 0 and len(self._came()) < hosts and time.monotonic() < deadline:
+            time.sleep(self._interval)
+        return [launcher for _, _, launcher in self._hosts.values()]
+
+    def _came(self) -> dict[int, tuple[int, str, str]]:
+        """Return the first rank, the name and the launcher of each host that has come."""
         for number in range(len(self._hosts) + 1, self._store.add("hosts", 0) + 1):
             if not self._store.check([f"host/{number}"]):
                 break
-            rank, host = json.loads(self._store.get(f"host/{number}"))
-            self._hosts[number] = rank, host
-        for number, (rank, host) in self._hosts.items():
+            self._hosts[number] = tuple(json.loads(self._store.get(f"host/{number}")))
+        return self._hosts
+
+    def _look(self, patience: int) -> None:
+        for number, (rank, host, _) in self._came().items():
             now, (sign, silent) = self._store.add(f"beat/{rank}", 0), self._signs.get(number, (-1, 0))
             silent = silent + 1 if now == sign else 0
             self._signs[number] = now, silent
             if silent >= patience:
                 seconds = silent * _BEAT
                 self.lose(rank, host, f"no sign of life for {seconds:.0f} s", seconds)
+
+
+def _launcher() -> str:
+    """Return the identity of the process that has started this one."""
+    parent, began = os.getppid(), ""
+    with suppress(OSError, IndexError):
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()} {parent} {began}"
 
 
 def suspects(deaths: Sequence[Death]) -> str:

@@ -58,7 +58,8 @@ the driver, and takes each rank less than a second."""
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _DEATHS = ".deaths.json"
-"""The file of the run folder with the deaths before torchrun began another world."""
+"""The file of the run folder with the deaths before torchrun began another world, and the processes of torchrun that it
+had then."""
 _NEVER_AGAIN = (2, 3, TRAINING_EXIT_CODE)
 """The exit codes (cli/exits.py) of mistakes, of disks, and of training that cannot go on."""
 
@@ -173,7 +174,7 @@ class Keeper:
 
     def __init__(self, restarts: int, store: Store, forks: bool, run_dir: Path, say: Callable[[str], None]) -> None:
         self._restarts, self._forks, self._agreement = restarts, forks, Agreement(store)
-        self._elastic, self._path = elastic(), run_dir / _DEATHS
+        self._elastic, self._path, self._known = elastic(), run_dir / _DEATHS, list[str]()
         self._hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self._patience = MISSED_BEATS if self._elastic else SILENT_BEATS
         self._say = say if self._agreement.rank == 0 else lambda text: None
@@ -318,14 +319,17 @@ class Keeper:
     # -- another world of torchrun ----------------------------------------------------------------------------------
 
     def _earlier(self) -> list[Death]:
-        """Return the deaths in the worlds before; the same on all keepers."""
+        """Return the deaths in the worlds before; the same on all keepers. A file that is left of another job is not
+        believed: at least one torchrun of a job lives in all of its worlds."""
         if not self._elastic:
             return []
-        text = "{}"
-        with suppress(OSError):
-            text = self._path.read_text()
-        told = json.loads(self._agreement.told(text))
-        return [Death(**death) for death in told.get(os.environ["TORCHELASTIC_RUN_ID"], [])]
+        earlier, now = {"launchers": [], "deaths": []}, self._agreement.launchers(self._hosts)
+        with suppress(OSError, ValueError):
+            earlier |= json.loads(self._path.read_text())
+        known = not set(now).isdisjoint(earlier["launchers"])
+        told = json.loads(self._agreement.told(json.dumps([now, earlier["deaths"] if known else []])))
+        self._known = told[0]
+        return [Death(**death) for death in told[1]]
 
     def _begin_elsewhere(
         self, rank: KeptRank | None, deaths: Sequence[Death], why: str, *, left: bool = False
@@ -344,7 +348,7 @@ class Keeper:
             rank.kill()
         own = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
-            own.write_text(json.dumps({os.environ["TORCHELASTIC_RUN_ID"]: [asdict(death) for death in deaths]}))
+            own.write_text(json.dumps({"launchers": self._known, "deaths": [asdict(death) for death in deaths]}))
             os.replace(own, self._path)
         if left:
             os.kill(os.getppid(), signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
 from forked import PATIENCE, Command
 from kept import events_of
 from runs import BIN, finish, log_of, wait_for, write_config
 from sagetrain.cluster.agreement import host_to_leave
+from sagetrain.cluster.keeper import Keeper
 from sagetrain.cluster.launcher import elastic, elastic_in_vain, free_port
 from sagetrain.cluster.lifeline import Death
 
@@ -56,7 +59,7 @@ def start(config: Path, host: int, port: int) -> Command:
            "HOSTS": str(memory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
     words = ["torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--monitor-interval", "0.1"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     words += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=2"]
     words += ["--local-addr", address, str(script), "train", str(config)]
     return Command(words, env, config.with_suffix(".log"), config.parent)
@@ -122,6 +125,25 @@ def deaths_on(*hosts: str, **changes: Any) -> list[Death]:
         replace(Death(3, host, -9, "killed by SIGKILL", 10 * number, 60.0 * number, again=True), **changes)
         for number, host in enumerate(hosts)
     ]
+
+
+def test_deaths_of_another_job_do_not_count(monkeypatch, tmp_path) -> None:
+    """The id that torchrun gives a job is "none" in all jobs whose command names none."""
+    env = {"TORCHELASTIC_MAX_RESTARTS": "9", "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in {**env, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
+    def keeper() -> Keeper:
+        return Keeper(9, HashStore(), True, tmp_path, print)
+
+    first, deaths = keeper(), deaths_on("host1", "host1")
+    assert first._earlier() == []
+    with pytest.raises(SystemExit):
+        first._begin_elsewhere(None, deaths, "host1 is left out")
+    assert keeper()._earlier() == deaths, "the same torchrun begins again"
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert keeper()._earlier() == []
 
 
 def test_which_host_is_left_out() -> None:
