@@ -3,14 +3,18 @@
 Credentials, region and endpoint come from where every AWS tool looks for them: AWS_PROFILE, AWS_ACCESS_KEY_ID,
 AWS_ENDPOINT_URL, the role of the machine, or fsspec's own configuration.
 
-botocore and s3fs try again by themselves. So an answer "it exists already" or "it has changed" may be about this
-call's own first try, and the bytes are compared before it counts. A refused If-Match arrives as an OSError with EINVAL.
+An answer "it exists already" or "it has changed" may be about this call's own first try, so the bytes are compared
+before it counts. A refused If-Match arrives as an OSError with EINVAL.
+
+A bucket that has answered this process may be away for minutes. One that has not is most likely a wrong name, endpoint
+or network, so the first call to it ends within some 20 s.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +29,15 @@ T = TypeVar("T")
 
 PATIENCE = 180.0
 """The seconds for which a call that fails is tried again."""
+_FIRST_PATIENCE = 12.0
+"""The seconds for which a call to a bucket is tried again if the bucket has not answered this process yet."""
+_FIRST_ANSWER = 6.0
+"""The seconds in which such a bucket must answer each try."""
+_ANSWERED = set[str]()
+_SILENT: dict[str, tuple[float, str]] = {}
+"""The buckets that have not answered: when the last call ended, and its error. All checks of a start ask the same one,
+which must not take each of them as long."""
+_REMEMBERED = 10.0
 _PART = 32 << 20
 """The bytes of a part of a large file. S3 takes 10,000 parts."""
 _AT_ONCE = 4
@@ -69,7 +82,7 @@ class S3(Store):
 
         # A range is named in any case: s3fs fills what is lacking of a whole file with zeros.
         path = f"{self._bucket}/{self._prefix}{name}"
-        data: bytes = self._again(name, lambda: _filesystem(os.getpid()).cat_file(path, start=start, end=stop))
+        data: bytes = self._again(name, lambda: self._wait("_cat_file", path, start=start, end=stop))
         # A body that was cut is an error of the connection. This file is shorter than it was said to be.
         if len(data) != stop - start:
             raise OSError(f"s3://{path} ends at {start + len(data)}, before {stop}")
@@ -138,7 +151,16 @@ class S3(Store):
             arguments["Prefix"] = key
         elif method != "delete_objects":
             arguments["Key"] = key
-        return _filesystem(os.getpid()).call_s3(method, Bucket=self._bucket, **arguments)
+        return self._wait("_call_s3", method, Bucket=self._bucket, **arguments)
+
+    def _wait(self, coroutine: str, *how: Any, **more: Any) -> Any:
+        """Wait for a coroutine of s3fs, by its name."""
+        filesystem = _filesystem(os.getpid())
+        # This import loads asyncio and more.
+        from fsspec.asyn import sync
+
+        seconds = None if self._bucket in _ANSWERED else _FIRST_ANSWER
+        return sync(filesystem.loop, getattr(filesystem, coroutine), *how, timeout=seconds, **more)
 
     def _again(self, name: str, act: Callable[[], T], done: Callable[[], bool] | None = None) -> T:
         """Call `act`, and again after failures that may pass.
@@ -146,14 +168,23 @@ class S3(Store):
         Args:
             done: tells, after a refusal that may be about this call's own first try, whether that one was carried out.
         """
-        until, wait = time.monotonic() + self._patience, 0.1
+        first, wait = self._bucket not in _ANSWERED, 0.1
+        patience = min(self._patience, _FIRST_PATIENCE) if first else self._patience
+        until, said = time.monotonic() + patience, not first
         where = f"s3://{self._bucket}/{self._prefix}{name}"
+        ended, why = _SILENT.get(self._bucket, (-_REMEMBERED, ""))
+        if first and time.monotonic() - ended < _REMEMBERED:
+            raise OSError(f"{where}: {why}")
         while True:
             try:
-                return act()
+                found = act()
+                _ANSWERED.add(self._bucket)
+                return found
             except Exception as error:
                 refused = isinstance(error, FileExistsError) or "PreconditionFailed" in repr(error.__cause__)
                 missing = isinstance(error, FileNotFoundError)
+                if refused or missing:
+                    _ANSWERED.add(self._bucket)
                 if done and (refused or missing) and _true(done):
                     return None  # type: ignore[return-value]
                 if refused:
@@ -168,13 +199,22 @@ class S3(Store):
                 # Errors of the network have the types of the libraries that meet them.
                 if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
                     raise
+                if not said:
+                    print(f"waiting for {where}, for {patience:.0f} s: {_said(error)}", file=sys.stderr, flush=True)
+                    said = True
                 if time.monotonic() + wait > until:
-                    kind = PermissionError if expired else OSError
-                    raise kind(f"{where}: {_said(error)} (tried for {self._patience:.0f} s)") from error
+                    why = f"{_said(error)} (tried for {patience:.0f} s)"
+                    if first and not hasattr(error.__cause__, "response"):
+                        why += f"; {_REACH}"
+                        _SILENT[self._bucket] = time.monotonic(), why
+                        # The endpoint may be another one at the next call.
+                        _filesystem.cache_clear()
+                    raise (PermissionError if expired else OSError)(f"{where}: {why}") from error
                 time.sleep(wait * (0.5 + random.random()))
                 wait = min(2 * wait, 20.0)
 
 
+_REACH = "look at the bucket's name, the endpoint (AWS_ENDPOINT_URL, endpoint_url in ~/.aws/config) and the way to it"
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOTokenLoadError",
                    "UnauthorizedSSOTokenError", "CredentialRetrievalError"}  # fmt: skip
 _LIBRARIES = {"aiobotocore", "aiohttp", "asyncio", "botocore", "fsspec", "urllib3"}
@@ -188,6 +228,8 @@ def _true(done: Callable[[], bool]) -> bool:
 
 def _said(error: BaseException) -> str:
     """Return the text of an error without the numbers that are put before it."""
+    if type(error).__name__ == "FSTimeoutError":
+        return f"no answer within {_FIRST_ANSWER:.0f} s"
     return str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error) or repr(error)
 
 
@@ -218,8 +260,10 @@ def _filesystem(process: int) -> Any:
         from s3fs import S3FileSystem
     except ImportError as error:
         raise ConfigError("s3:// needs s3fs, which is not installed here: pip install 'sagetrain[s3]'") from error
-    return S3FileSystem(
+    found = S3FileSystem(
         skip_instance_cache=True,
         use_listings_cache=False,
-        config_kwargs={"retries": {"max_attempts": 2}, "connect_timeout": 10, "read_timeout": 60},
+        config_kwargs={"retries": {"max_attempts": 0}, "connect_timeout": 5, "read_timeout": 60},
     )
+    found.retries = 1  # S3 tries again, and says so.
+    return found

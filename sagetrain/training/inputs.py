@@ -183,8 +183,8 @@ def as_continued(cfg: RunConfig) -> tuple[RunConfig, Finding | None]:
     from sagetrain.checkpoint import on_disk
     from sagetrain.config.errors import CheckpointError
 
-    # That no checkpoint is whole, or the newest one is of the future, is an error elsewhere.
-    with suppress(CheckpointError):
+    # That no checkpoint is whole or can be read, or the newest one is of the future, is an error elsewhere.
+    with suppress(CheckpointError, OSError):
         folder, _ = on_disk.newest_whole(root, lambda said: None, contents=False)
         if folder:
             return kept_engine(cfg, Kept.by(folder))
@@ -204,8 +204,8 @@ def context_of(cfg: RunConfig) -> int:
     from sagetrain.training import init_from
 
     before = None
-    # A checkpoint that is damaged, or of the future, is an error elsewhere.
-    with suppress(CheckpointError):
+    # A checkpoint that is damaged, of the future, or in a store that does not answer, is an error elsewhere.
+    with suppress(CheckpointError, OSError):
         if folder := on_disk.newest(root) or init_from.named(location(start)):
             before = on_disk.read_state(folder).positions
     return Positions.reached(identity(cfg, None, None, None), before).length

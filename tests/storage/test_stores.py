@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,32 @@ def test_what_does_not_pass_is_said(bucket: Bucket, tmp_path) -> None:
                 store.put("a", b"")
         finally:
             bucket.faults()
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_bucket_that_never_answers_is_said_soon(tmp_path, corpus, monkeypatch, capsys, listens: bool) -> None:
+    """The endpoint refuses connections, or takes them and is silent. A plan waits for it once."""
+    monkeypatch.setattr(s3, "_FIRST_PATIENCE", 1.0)
+    monkeypatch.setattr(s3, "_FIRST_ANSWER", 0.4)
+    sections = {"evaluation": {"samples_every_tokens": 10_000, "samples_prompts": ["one"]}}
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "key")
+        for key, url in (("init_from", f"s3://away-{int(listens)}/run"), ("run_url", f"s3://far-{int(listens)}/run")):
+            s3._filesystem.cache_clear()
+            config = write_config(tmp_path / "a.yaml", corpus, tmp_path / "run", **sections)
+            found = make_plan(config, [f"training.{key}={url}"], 1, H200).findings
+            (refused,) = [each for each in found if each.rule == "refused_by_train"]
+            assert refused.key == f"training.{key}" and "AWS_ENDPOINT_URL" in refused.message, refused.message
+            assert ("no answer within" if listens else "Could not connect") in refused.message, refused.message
+            assert capsys.readouterr().err.count(f"waiting for {url}") == 1
+        with pytest.raises(ConfigError, match=r"token files of data: s3://away.*AWS_ENDPOINT_URL"):
+            make_plan(config, [f"data.train.0.path=s3://away-{int(listens)}/data/train"], 1, H200)
+    s3._filesystem.cache_clear()
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
