@@ -30,7 +30,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -323,7 +323,8 @@ class Keeper:
         believed: at least one torchrun of a job lives in all of its worlds."""
         if not self._elastic:
             return []
-        earlier, now = {"launchers": [], "deaths": []}, self._agreement.launchers(self._hosts)
+        earlier: dict[str, list[Any]] = {"launchers": [], "deaths": []}
+        now = self._agreement.launchers(self._hosts)
         with suppress(OSError, ValueError):
             earlier |= json.loads(self._path.read_text())
         known = not set(now).isdisjoint(earlier["launchers"])

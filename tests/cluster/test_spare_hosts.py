@@ -83,7 +83,10 @@ def test_a_spare_host_and_then_fewer_replicas(tmp_path, corpus) -> None:
     finish("ranks", alone)
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections)
     port, metrics = free_port(), tmp_path / "run/metrics.jsonl"
-    first, second = start(config, 1, port), start(config, 2, port)
+    first = start(config, 1, port)
+    # The first one that listens has the store of all, and must outlive the host that is lost.
+    wait_for(first, config, lambda: any(each.laddr.port == port for each in connections(first)))
+    second = start(config, 2, port)
 
     wait_for(first, config, lambda: metrics.exists() and '"step": 8,' in metrics.read_text())
     spare = start(config, 3, port)

@@ -414,11 +414,10 @@ def test_check_puts_errors_first_and_names_file_and_line(tmp_path):
     )
     overrides = ["parallel.sequence_parallel=true"]
     findings = check(load_config(path, overrides), 1, path=path, overrides=overrides)
-    assert [f.level for f in findings] == ["error", "error", "error", "warning", "warning"]
+    assert [f.level for f in findings] == ["error", "error", "warning", "warning"]
     assert [f.where.removeprefix(f"{tmp_path}/") for f in findings] == [
         "run.yaml:8",
         "run.yaml:3",
-        "run.yaml:2",
         "override parallel.sequence_parallel=true",
         "run.yaml:10",
     ]
@@ -446,6 +445,13 @@ def test_missing_data_is_an_error_to_train_a_warning_to_plan(tmp_path):
         r"half\": no .*half\.idx \[data_files\]\n    fix: write it with `sagetrain prepare`", str(findings[0])
     )
     assert "no such file" in str(findings[2])
+
+
+def test_nothing_prepared_is_one_finding(tmp_path) -> None:
+    data = {"train": [{"path": f"{tmp_path}/train"}], "valid": [{"path": f"{tmp_path}/valid"}]}
+    finding = only(check(run_config(data=data), 1, files=False))
+    assert (finding.rule, finding.key, finding.value) == ("data_files", "data.train.0.path", f"{tmp_path}/train")
+    assert finding.message.endswith(f"train.bin and .idx, nor of 1 other, and no {tmp_path}/tokenizer.model")
 
 
 def test_the_tokenizer_beside_the_data_is_looked_for(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sagetrain.config.errors import Finding, Level
+from sagetrain.config.errors import Finding, Level, many
 from sagetrain.config.rules import prepared
 from sagetrain.config.rules.findings import About, no_effect, samples_off
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig, is_url
@@ -25,6 +25,7 @@ WRITTEN = (
 _CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 """The environment variables that name folders in which torch.compile and Triton keep what they have compiled."""
 _TOKENIZERS = (TOKENIZER_JSON, TOKENIZER_NAME)
+_PREPARE = "write it with `sagetrain prepare`; the path goes without .bin and .idx"
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 """The name that the order of samples has in a run's identity."""
 
@@ -133,6 +134,12 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
     # Of the tokenizer of token files from elsewhere, training needs to know the vocabulary size alone.
     elsewhere = not has_tokenizer and cfg.data.tokenizer is None and cfg.model.vocab_size is not None
     elsewhere = elsewhere and not any(Path(f"{prefix}.json").is_file() for _, prefix in sources)
+    if sources and not (has_tokenizer or elsewhere or cfg.data.tokenizer) and all(map(_is_unprepared, sources)):
+        (key, prefix), *others = sources
+        more = f", nor of {many(len(others), 'other')}" if others else ""
+        message = f"nothing is prepared: no {prefix}.bin and .idx{more}, and no {cfg.data.tokenizer_path}"
+        yield _missing(required, key, prefix, message, _PREPARE)
+        return
     for key, prefix in sources:
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
         if missing:
@@ -175,7 +182,13 @@ def _meant(path: Path) -> str:
         return f"it is a folder: name one of {', '.join(there)}"
     if path.is_file():
         return "it is text: make a token file of it with `sagetrain prepare`"
-    return "write it with `sagetrain prepare`; the path goes without .bin and .idx"
+    return _PREPARE
+
+
+def _is_unprepared(source: tuple[str, str]) -> bool:
+    """Whether nothing is there under the name of a token file, which is a key and a path."""
+    path = Path(source[1])
+    return _meant(path) == _PREPARE and not any(Path(f"{path}{end}").exists() for end in (".bin", ".idx"))
 
 
 def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
