@@ -39,6 +39,12 @@ _OF_MODEL = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
 }
 """The classes of tokenizers that transformers takes by the model_type of config.json, where no file names a class."""
+OVERRULED = {
+    "qwen2": "Qwen2Tokenizer",
+    **dict.fromkeys(("mistral", "mistral3", "ministral", "mixtral", "olmo2", "olmo3", "phi3", "granite", "glm4"), ""),
+}
+"""The classes that transformers 5 takes by the model_type of config.json for a tokenizer.json, whatever class the files
+name. Without a class, the file is taken as it is."""
 # The latter key was used until version 5 of transformers.
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -67,9 +73,9 @@ class Beside:
     """The class of the tokenizer, without Fast at its end. It is empty if no file says it."""
     class_said: str = ""
     """The file and the key that say the class, and the class as it stands there."""
-    as_it_is: bool = False
-    """This is true if transformers takes the folder's tokenizer.json as it is, whatever the class of the tokenizer,
-    because of the model_type of config.json."""
+    overruled: str | None = None
+    """The class that transformers 5 takes for a tokenizer.json in place of `of_class`, because of the model_type of
+    config.json. It is empty if transformers takes the file as it is."""
     numbered: list[Stated] = field(default_factory=list)
     """Tokens with ids, in the order of the ids."""
     legacy: bool = False
@@ -149,7 +155,8 @@ def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder
                     f"{taken.source} is {taken.token.content!r}, {stated.source} is {stated.token.content!r}: the "
                     "former is taken, as transformers does"
                 )
-    for name, text in _OF_CLASS.get(found.of_class, {}).items():
+    by_class = _OF_CLASS.get(found.of_class, {}) if found.overruled in (None, found.of_class) else {}
+    for name, text in by_class.items():
         if name not in found.config and name not in mapped:
             token = AddedToken(text, special=True, normalized=False)
             found.named.setdefault(name, Stated(token, found.class_said))
@@ -157,21 +164,24 @@ def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder
     found.named = dict(sorted(found.named.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _class(folder: Path, config: dict[str, Any]) -> tuple[str, str, bool]:
-    """Return the class of the tokenizer and what says it, from the first place that transformers looks at, and whether
-    it takes a tokenizer.json as it is."""
+def _class(folder: Path, config: dict[str, Any]) -> tuple[str, str, str | None]:
+    """Return the class of the tokenizer and what says it, from the first place that transformers looks at, and the
+    class that it takes for a tokenizer.json instead."""
     refuse_pointer(folder / "config.json")
     try:
         model = keys_in(folder / "config.json")
     except ConfigError:  # It may belong to something else.
         model = {}
-    as_it_is = model.get("model_type") == "mistral"
+    model_type = str(model.get("model_type"))
+    overruled = OVERRULED.get(model_type)
     for file, tree in ((CONFIG, config), ("config.json", model)):
         if named := tree.get("tokenizer_class"):
-            return str(named).removesuffix("Fast"), f"{folder / file} (tokenizer_class {named})", as_it_is
-    by_model = _OF_MODEL.get(str(model.get("model_type")), "")
-    said = f"{folder / 'config.json'} (tokenizer_class {by_model} by model_type {model.get('model_type')})"
-    return by_model, said, as_it_is
+            of_class, said = str(named).removesuffix("Fast"), f"{folder / file} (tokenizer_class {named})"
+            if overruled and overruled != of_class:
+                said = f"{folder / 'config.json'} (tokenizer_class {overruled} by model_type {model_type}, not {named})"
+            return of_class, said, overruled
+    by_model = _OF_MODEL.get(model_type, "")
+    return by_model, f"{folder / 'config.json'} (tokenizer_class {by_model} by model_type {model_type})", overruled
 
 
 def _own_name(key: str, value: Any) -> bool:

@@ -43,9 +43,9 @@ _REBUILT = {
     "CohereTokenizer": {"NFC", "Digits", "ByteLevel"},
     _LLAMA: {"Metaspace"},
 }
-_AS_BEFORE = (
-    "the latter is taken, as versions up to 4 did; the class PreTrainedTokenizerFast makes transformers 5 do so, too"
-)
+_AS_BEFORE = "the latter is taken, as versions up to 4 did"
+_BY_CLASS = "the class PreTrainedTokenizerFast makes transformers 5 do so, too"
+BY_CALL = "PreTrainedTokenizerFast.from_pretrained(FOLDER) does so in transformers 5, too, and AutoTokenizer does not"
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # These are SentencePiece's types of pieces.
 
 
@@ -93,8 +93,8 @@ def completed(model: bytes, file: Path) -> tuple[bytes, dict[str, Any], list[str
 def _with_json(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[str, Any], list[str]]:
     tree: dict[str, Any] = json.loads(model)
     published = _settings(tree)
-    if beside.as_it_is:
-        beside.of_class = ""
+    if beside.overruled is not None:
+        beside.of_class = beside.overruled
     notes = [*beside.notes, *_prefix_space(tree, beside, file), *_other_steps(tree, beside, file)]
     if "model" not in tree:
         raise ValueError(
@@ -164,7 +164,7 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     if of_class == _LLAMA and asked is not False and not puts and "ByteLevel" not in _kinds(parts):
         return [
             f"{beside.class_said}: with this class transformers 5 puts a space before a text, and {file.name} does "
-            f"not: {_AS_BEFORE}"
+            f"not: {_AS_BEFORE}; {_BY_CLASS}"
         ]
     if not isinstance(asked, bool) or of_class in _GENERIC:
         return []
@@ -190,15 +190,23 @@ def _steps(tree: dict[str, Any]) -> list[dict[str, Any]]:
 def _other_steps(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:
     """Say that transformers 5 cuts a text in another way than tokenizer.json, by the class of the tokenizer. SmolLM2 is
     published like this: its digits are tokens of their own, and GPT-2's are not."""
-    theirs, ours = _REBUILT.get(beside.of_class), _kinds(_steps(tree))
+    differs = cut_otherwise(tree, beside.of_class, file.name)
+    way = BY_CALL if beside.overruled else _BY_CLASS
+    return [f"{beside.class_said}: with this class {differs}: {_AS_BEFORE}; {way}"] if differs else []
+
+
+def cut_otherwise(tree: dict[str, Any], of_class: str, name: str = "tokenizer.json") -> str:
+    """Say how transformers 5 cuts a text with a class of tokenizers, and how a tokenizer.json does. Return nothing if
+    both do the same."""
+    theirs, ours = _REBUILT.get(of_class), _kinds(_steps(tree))
     if theirs is None or ours == theirs:
-        return []
-    if beside.of_class == _LLAMA and ("ByteLevel" in ours or ours <= {"Metaspace", "Prepend", "Replace"}):
-        return []  # transformers leaves a tokenizer of bytes as it is, and _prefix_space speaks of spaces.
-    return [
-        f"{beside.class_said}: with this class transformers 5 cuts a text by {', '.join(sorted(theirs))} for most "
-        f"models, and {file.name} by {', '.join(sorted(ours)) or 'nothing'}: {_AS_BEFORE}"
-    ]
+        return ""
+    if of_class == _LLAMA and ("ByteLevel" in ours or ours <= {"Metaspace", "Prepend", "Replace"}):
+        return ""  # transformers leaves a tokenizer of bytes as it is, and _prefix_space speaks of spaces.
+    return (
+        f"transformers 5 cuts a text by {', '.join(sorted(theirs))} for most models, and {name} by "
+        f"{', '.join(sorted(ours)) or 'nothing'}"
+    )
 
 
 def _kinds(parts: Iterable[dict[str, Any]]) -> set[str]:

@@ -21,9 +21,11 @@ from safetensors.torch import save_file
 
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError, ConfigError, url_of, way_to_room
-from sagetrain.config.schema import ModelConfig
+from sagetrain.config.schema import TOKENIZER_JSON, ModelConfig
 from sagetrain.config.sections.base import store_url
 from sagetrain.data.token_file import check_writable
+from sagetrain.data.tokenizer_config import OVERRULED
+from sagetrain.data.tokenizer_copy import BY_CALL, cut_otherwise
 from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
 from sagetrain.interop.families import Family, family_of
@@ -123,6 +125,7 @@ def export(
     else:
         try:
             files |= tokenizer_files(run.tokenizer, length, run.chat_templates)
+            _report_class(config["model_type"], files[TOKENIZER_JSON], report)
         except ConfigError as error:
             report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
             files |= run.tokenizer.files
@@ -145,6 +148,16 @@ def export(
     ends = generation["eos_token_id"]
     count = sum(len(family.theirs(spec)) for spec in dtypes)
     return Exported(config["architectures"][0], run.step, count, total, len(shards), length, ends)
+
+
+def _report_class(model_type: str, tokenizer_json: bytes, report: Callable[[str], None]) -> None:
+    """Say that AutoTokenizer would give other ids, because it takes a class by the model that cuts a text otherwise."""
+    of_class = OVERRULED.get(model_type, "")
+    if differs := cut_otherwise(json.loads(tokenizer_json), of_class):
+        report(
+            f"AutoTokenizer will give other ids than the run had: for model_type {model_type} it takes {of_class}, "
+            f"whatever tokenizer_config.json says. With this class {differs}; {BY_CALL}"
+        )
 
 
 def _generation(run: OpenRun) -> dict[str, Any]:

@@ -165,6 +165,23 @@ def test_classes_that_cut_a_text_otherwise_are_said(plain: str, of_class: str, t
     assert exported_to(file.parent, ours).encode("a12") == ours.encode("a12")
 
 
+@pytest.mark.parametrize("of_class", ["GPTNeoXTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("model_type", ["olmo2", "qwen2"])
+def test_some_models_overrule_the_class_that_is_named(
+    plain: str, model_type: str, of_class: str, tmp_path: Path
+) -> None:
+    """With models of OLMo 2's type, transformers 5 takes the file as it is. With those of Qwen 2's, the class is
+    Qwen 2's whatever is named, so that accents are composed."""
+    named = {"tokenizer_class": of_class, **dict.fromkeys(("bos_token", "unk_token", "pad_token"), "<|end|>")}
+    named = named if model_type == "qwen2" else {"tokenizer_class": of_class}
+    file = write(tmp_path / "theirs", plain, config=named, model={"model_type": model_type})
+    theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
+    same = ours.encode("e\u0301") == theirs.encode("e\u0301", add_special_tokens=False)
+    assert same == (not ours.notes) == (model_type == "olmo2") and ours.vocab_size == len(theirs) == 257
+    by_call = "PreTrainedTokenizerFast.from_pretrained(FOLDER) does so"
+    assert all("with this class transformers 5 cuts" in note and by_call in note for note in ours.notes)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 @pytest.mark.parametrize("step", [None, {"type": "Digits", "individual_digits": True}])
 def test_what_the_class_of_llama_does_is_said(plain: str, step: dict | None, model_type: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -39,6 +40,7 @@ from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
+from sagetrain.interop.tokenizer_files import tokenizer_files
 from transformers_models import check_logits, save
 
 SIZES = {
@@ -149,6 +151,21 @@ def test_experts_have_the_same_logits_and_go_back_bit_for_bit(name: str, tmp_pat
     assert {key: ours.get(key) for key in theirs if key.startswith(("num_exp", "norm_topk", "mlp_only", "moe_"))} == {
         key: value for key, value in theirs.items() if key.startswith(("num_exp", "norm_topk", "mlp_only", "moe_"))
     }
+
+
+def test_a_tokenizer_that_qwen2_overrules_is_said(tmp_path: Path) -> None:
+    """AutoTokenizer cuts texts as Qwen 2's tokenizer does in every folder of this model_type."""
+    folder, out, text = save(tmp_path / "in", MODELS["qwen2.5"]()), tmp_path / "out", "Hi  e\u0301\n\n12"
+    files = tokenizer_files(tokenizer := published_tokenizer(vocab_size=350), 256)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes(files[name])
+    said: list[str] = []
+    import_folder(folder, tmp_path / "run", report=said.append)
+    assert "(tokenizer_class Qwen2Tokenizer by model_type qwen2, not PreTrainedTokenizerFast)" in said[0]
+    export(tmp_path / "run", out, report=said.append)
+    assert "AutoTokenizer will give other ids than the run had" in said[-1] and len(said) == 2
+    of_class, as_it_is = (each.from_pretrained(out).encode(text) for each in (AutoTokenizer, PreTrainedTokenizerFast))
+    assert of_class != tokenizer.encode(text) == as_it_is
 
 
 @pytest.mark.parametrize("name", ["qwen", "qwen2.5"])
