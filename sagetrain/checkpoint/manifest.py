@@ -161,7 +161,8 @@ def _parsed(folder: Location) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(text)
         _ = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(pointer_at(path) or f"{folder}: {MANIFEST} cannot be read ({error})") from error
+        said = f"it has no key {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(pointer_at(path) or f"{folder}: {MANIFEST} cannot be read ({said})") from error
     # Earlier versions wrote these keys alone, so another one may be what is left of the hash's key.
     known = {"format", *(each.name for each in fields(_Manifest))}
     if _HASH in manifest or not manifest.keys() <= known:

@@ -77,11 +77,11 @@ class Chunk:
         return self._each(lambda record, number: self._text(record, number, text_key), skip_bad)
 
     def values(
-        self, parse: Callable[[dict[str, Any]], T], skip_bad: bool = False, keys: Iterable[str] = ()
+        self, parse: Callable[[dict[str, Any]], T], skip_bad: bool = False, keys: Iterable[str] | None = ()
     ) -> Iterator[T | ConfigError]:
         """Yield the result of `parse` for the fields of each record. With `skip_bad`, the errors of bad records come in
-        their place. `keys` are the fields that `parse` reads, for `repeated`. Raises ConfigError if a record cannot be
-        read, or `parse` raised ValueError."""
+        their place. `keys` are those that `parse` reads, for `repeated`; None: all, also of objects inside. Raises
+        ConfigError if a record cannot be read, or `parse` raised ValueError."""
         way_out = "" if skip_bad else f"; mend the record, or leave such ones out with {spelled('skip_bad_lines')}"
 
         def value(record: Any, number: int) -> T:
@@ -149,7 +149,7 @@ class Chunk:
         except KeyError as error:
             raise self.error(number, no_such_key(text_key, value) + _lists_in(value)) from error
 
-    def _object(self, line: str, number: int, keys: Iterable[str]) -> dict[str, Any]:
+    def _object(self, line: str, number: int, keys: Iterable[str] | None) -> dict[str, Any]:
         try:
             value = loads(line)
         except (ValueError, RecursionError) as error:
@@ -164,17 +164,17 @@ class Chunk:
         return value
 
 
-def _repeated(line: str, keys: Iterable[str]) -> set[str]:
-    """Return those of the keys, or of the parts of a.b, that a JSON object in a line holds twice."""
-    parts = {part for key in keys for part in (key, *key.split("."))}
+def _repeated(line: str, keys: Iterable[str] | None) -> set[str]:
+    """Return those of the keys, or of the parts of a.b, that a JSON object in a line holds twice. None: all keys."""
+    parts = {part for key in keys or () for part in (key, *key.split("."))}
     suspects = {part for part in parts if line.count(f'"{part}"') > 1}
     found: set[str] = set()
 
     def look(pairs: list[tuple[str, Any]]) -> None:
-        names = [name for name, _ in pairs if name in suspects]
-        found.update(name for name in names if names.count(name) > 1)
+        names = Counter(name for name, _ in pairs if keys is None or name in suspects)
+        found.update(name for name, times in names.items() if times > 1)
 
-    if suspects:
+    if suspects or keys is None:
         json.loads(line, object_pairs_hook=look, parse_int=float)
     return found
 

@@ -148,7 +148,7 @@ class Encoder:
         """Pack the records of each side into sequences of seq_length. Records stay whole unless one alone is longer."""
         sides: dict[str, list[_Record]] = {"train": [], "valid": []}
         cut, bad, notes = 0, [], Notes({(UNREAD, name): len(chunk.records) for name in chunk.unread})
-        keys = *records.fields, *records.optional_fields
+        keys = None if records.templated else records.fields
         found = list(chunk.values(partial(self._encode_record, records, notes), self.skip_bad_lines, keys))
         for each in found:
             if isinstance(each, ConfigError):

@@ -161,12 +161,12 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def arguments_as_text(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the arguments of tool calls that are JSON text of an object, as OpenAI's format has them."""
+    """Yield the arguments of tool calls that are JSON text of an object, whole or not, as OpenAI's format has them."""
     for message in messages:
         for call in message.get("tool_calls", []):
             function = call.get("function", call) if isinstance(call, dict) else None
             text = function.get("arguments") if isinstance(function, dict) else None
-            if isinstance(text, str) and isinstance(parsed(text), dict):
+            if isinstance(text, str) and text.lstrip().startswith("{"):
                 yield text
 
 

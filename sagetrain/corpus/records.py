@@ -238,7 +238,7 @@ class Chats:
         else:
             parts = _by_prefixes(whole, counted, render)
         unread = {f"{key} of messages" for message in given for key in message.unread}
-        unread |= {key for key, value in more.items() if value and key not in variables(template)}
+        unread |= {key for key, value in more.items() if not holds_nothing(value) and key not in variables(template)}
         for key in unread:
             notes[UNWRITTEN, key] += 1
         if any(json.dumps(text, ensure_ascii=False) in whole for text in arguments_as_text(messages)):

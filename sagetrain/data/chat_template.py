@@ -57,8 +57,9 @@ def settled_template(given: str, tokenizer: Tokenizer) -> str:
         )
     try:
         _compiled(template)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the chat template is no Jinja template: {error}") from error
+    except jinja2.TemplateSyntaxError as error:
+        source = spelled("template") if given else f"beside {tokenizer.file_name}"
+        raise ConfigError(f"the chat template ({source}), line {error.lineno}: no valid Jinja: {error}") from error
     except (RecursionError, SyntaxError, MemoryError) as error:
         raise ConfigError(f"the chat template is nested too deeply ({error})") from error
     return template

@@ -279,6 +279,25 @@ def test_fields_in_fields_and_what_nobody_reads(tmp_path: Path, form: str, kind:
     assert decoded == {"text": "hello", "pairs": "qa", "chats": "qa"}[kind]
 
 
+def test_what_a_chat_holds_in_vain_is_said(tmp_path: Path) -> None:
+    """Equal keys of a message, a variable that no template reads, arguments of a call that are text."""
+    call = '{"function": {"name": "f", "arguments": "{cut off"}}'
+    first = '{"role": "assistant", "content": "first", "content": "last"}, {"role": "user", "content": "q"}'
+    last = f'{{"role": "assistant", "content": "", "tool_calls": [{call}]}}'
+    (tmp_path / "a.jsonl").write_text(
+        f'{{"m": [{first}, {last}], "chat_template_kwargs": {{"enable_thinking": false}}}}'
+    )
+    written = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    template = f"{{% for m in messages %}}{{{{ m.role }}}}:{written}<|end|>{{% endfor %}}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    file = write_tokenizer(tmp_path / "t", chat_template=template)
+    said = "".join(said_by(tmp_path / "a.jsonl", tmp_path / "o/x", tokenizer=file, records=Chats("m", 256)))
+    assert "hold a key twice, of which the last one counts: 'content' (1 record)" in said
+    assert (
+        "left out: enable_thinking (1 record)" in said and "give objects (json.loads of the text): (1 record)" in said
+    )
+
+
 @pytest.mark.parametrize("form", ["jsonl", "json"])
 @pytest.mark.parametrize(("records", "key"), [(None, "text"), (None, "d.text"), (Pairs("p", "text", 32), "text")])
 def test_two_equal_keys_are_said(tmp_path: Path, form: str, records: Pairs | None, key: str) -> None:
