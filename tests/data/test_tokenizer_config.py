@@ -170,8 +170,8 @@ def test_classes_that_cut_a_text_otherwise_are_said(plain: str, of_class: str, t
 def test_some_models_overrule_the_class_that_is_named(
     plain: str, model_type: str, of_class: str, tmp_path: Path
 ) -> None:
-    """With models of OLMo 2's type, transformers 5 takes the file as it is. With those of Qwen 2's, the class is
-    Qwen 2's whatever is named, so that accents are composed."""
+    """transformers 5 takes the file of OLMo 2's models as it is. For Qwen 2's models it takes their class, whatever is
+    named, so that accents are composed."""
     named = {"tokenizer_class": of_class, **dict.fromkeys(("bos_token", "unk_token", "pad_token"), "<|end|>")}
     named = named if model_type == "qwen2" else {"tokenizer_class": of_class}
     file = write(tmp_path / "theirs", plain, config=named, model={"model_type": model_type})
