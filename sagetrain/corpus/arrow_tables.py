@@ -7,6 +7,7 @@ writes objects of many kinds as columns of JSON, which hold text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,9 @@ def rows_of(
     try:
         records = _records_in(table, columns) if fields else _values_in(table, columns[0])
     except ValueError as error:
-        what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "a column of JSON holds what is none"
-        raise ConfigError(f"{origin}, rows {number:,} to {number + len(table) - 1:,}: {what}: {error}") from error
+        what = "a column of JSON holds what is none: " if isinstance(error, json.JSONDecodeError) else ""
+        what = "not UTF-8: " if isinstance(error, UnicodeDecodeError) else what
+        raise ConfigError(f"{origin}, rows {number:,} to {number + len(table) - 1:,}: {what}{error}") from error
     read = {root_of(name, names) for name in columns}
     unread = tuple(name for name in names if name not in read)
     return Chunk(origin, "row", number, records, consumed, unread=unread)
@@ -75,14 +77,33 @@ def _records_in(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> lis
 
 
 def _values_in(table: pa.Table | pa.RecordBatch, column: str) -> list[Any]:
-    """Return the values of a column. Raises ValueError if its JSON cannot be read."""
+    """Return the values of a column, or for a.b of the field b in a column of structs, which is None where a struct
+    has null. Raises ValueError if the column has no such field, or its JSON cannot be read."""
     root = root_of(column, table.schema.names) or column
     kind = table.schema.field(root).type
     values = [_plain(value, kind) for value in table.column(root).to_pylist()]
-    try:
-        return values if root == column else [value_at({root: value}, column) for value in values]
-    except KeyError as error:
-        raise ValueError(f"{root!r} holds no {column!r}") from error
+    if root == column:
+        return values
+    # `_plain` leaves out fields that are null.
+    has_field = _has_field(kind, column[len(root) + 1 :])
+
+    def field(value: Any) -> Any:
+        try:
+            return value_at({root: value}, column)
+        except KeyError as error:
+            if has_field:
+                return None
+            raise ValueError(f"no {column!r}: {root!r} is of the type {kind}") from error
+
+    return [*map(field, values)]
+
+
+def _has_field(kind: pa.DataType, key: str) -> bool:
+    """Whether a type of structs has a field of this name, or for a.b a field b in its field a."""
+    if not pa.types.is_struct(kind):
+        return False
+    root = root_of(key, [each.name for each in kind])
+    return root is not None and (root == key or _has_field(kind.field(root).type, key[len(root) + 1 :]))
 
 
 def _text(value: Any) -> Any:

@@ -279,6 +279,18 @@ def test_fields_in_fields_and_what_nobody_reads(tmp_path: Path, form: str, kind:
     assert decoded == {"text": "hello", "pairs": "qa", "chats": "qa"}[kind]
 
 
+def test_a_field_of_a_struct_may_be_null(tmp_path: Path) -> None:
+    """A table's null in d.m.text is an empty document, as in JSON lines. A field that no struct has is named."""
+    rows = [{"d": {"m": {"text": "hello"}}}, {"d": {"m": {"text": None}}}, {"d": {"m": None}}, {"d": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    file = write_tokenizer(tmp_path / "t")
+    said = said_by(tmp_path / "a.parquet", tmp_path / "o/x", tokenizer=file, text_key="d.m.text")
+    assert "left out 3 empty documents" in "".join(said)
+    assert Tokenizer.load(file).decode(tokens_of(tmp_path / "o/x")) == "hello"
+    with pytest.raises(ConfigError, match="a.parquet, rows 1 to 4: no 'd.m.body': 'd' is of the type struct<m: "):
+        said_by(tmp_path / "a.parquet", tmp_path / "p/x", tokenizer=file, text_key="d.m.body")
+
+
 def test_what_a_chat_holds_in_vain_is_said(tmp_path: Path) -> None:
     """Equal keys of a message, a variable that no template reads, arguments of a call that are text."""
     call = '{"function": {"name": "f", "arguments": "{cut off"}}'
