@@ -67,8 +67,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="KEY=LOW:HIGH",
-            help="Search the best value of this key instead, among values over the range: all of them at full length if "
-            "--budget pays for that with --seeds seeds, or else by successive halving.",
+            help="Search the best value of this key instead, among values over the range: all of them at full length "
+            "if --budget pays for that with --seeds seeds, or else by successive halving.",
         ),
     ] = None,
     budget: Annotated[

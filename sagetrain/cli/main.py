@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -91,6 +92,8 @@ def run(words: Sequence[str]) -> int:
     Raises:
         KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
     """
+    # No shell replaces ~ behind --option=.
+    words = [re.sub(r"^(--[a-z-]+=)~(?=/)", rf"\1{Path.home()}", word) for word in words]
     for option, after in zip(words, [*words[1:], ""], strict=False):  # Other programs take keys as options.
         if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
             key, _, value = option[2:].partition("=")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from sagetrain.config.errors import ConfigError, shown
@@ -81,10 +82,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError:  # Python says it better if an argument is missing or unknown.
             return function(*args, **kwargs)
         check_types(function.__name__, annotations, bound.arguments, module)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _at_home(value, annotations.get(name, ""))
         call = object()
         _under_way.add(call)
         try:
-            return function(*args, **kwargs)
+            return function(*bound.args, **bound.kwargs)
         finally:
             _under_way.discard(call)
 
@@ -92,10 +95,24 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_fields(value: Any) -> None:
-    """Check the fields of a dataclass beside their annotations. Raises ConfigError if one has another type."""
+    """Check the fields of a dataclass beside their annotations, and put the home folder in the place of ~ in paths.
+    Raises ConfigError if a field has another type."""
     kind = type(value)
     annotations = {each.name: str(each.type) for each in fields(value)}
     check_types(kind.__name__, annotations, vars(value), vars(sys.modules[kind.__module__]))
+    for name, wanted in annotations.items():
+        object.__setattr__(value, name, _at_home(getattr(value, name), wanted))
+
+
+def _at_home(value: Any, wanted: str) -> Any:
+    """Return a path, or several, with the home folder in the place of "~", because no shell has replaced it. Return
+    what is no path by its annotation as it is."""
+    if "Path" not in wanted:
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_at_home(each, wanted) for each in value)
+    begins = isinstance(value, str | Path) and str(value).startswith("~/")
+    return type(value)(os.path.expanduser(value)) if begins else value
 
 
 def check_types(

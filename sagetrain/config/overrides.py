@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 
 import yaml
@@ -33,11 +34,21 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(type(Path()), lambda dumper, path: dumper.represent_str(str(path)))
 
 
+def _number(dumper: _Dumper, value: object) -> yaml.Node:
+    """Write a number of numpy as the number that it shows. Refuse other objects."""
+    if isinstance(value, Integral):
+        return dumper.represent_int(int(value))
+    return dumper.represent_float(float(str(value))) if isinstance(value, Real) else dumper.represent_undefined(value)
+
+
+_Dumper.add_multi_representer(object, _number)
+
+
 def _yaml(value: object) -> str:
     """Return a value as YAML on one line."""
     try:
         text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=1 << 30, allow_unicode=True)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         fix = "give numbers, texts, lists or mappings"
         raise ConfigError(f"{value!r} is no value of a configuration: {fix}") from error
     return text.removesuffix("\n").removesuffix("\n...")

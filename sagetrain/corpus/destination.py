@@ -74,7 +74,10 @@ class Destination:
                     f"token file {path} exists and was prepared from other inputs or settings: "
                     f"choose another output (-o), delete it, or replace it with {spelled('overwrite')}"
                 )
-            TokenFile(path)  # This raises an error if the file is damaged.
+            try:
+                TokenFile(path)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; {spelled('overwrite')} does that in its place") from error
         return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
 
     def check(self, request: Request, made_from: dict[str, Any], given: Tokenizer | None) -> list[str]:

@@ -203,7 +203,10 @@ def _begin(
     texts, times, context = [], Counter[str](), run.context
     for number, prompt in enumerate(prompts):
         if template is None:
-            tokens = [*run.text_prefix, *tokenizer.encode(prompt)]
+            try:
+                tokens = [*run.text_prefix, *tokenizer.encode(prompt)]
+            except ValueError as error:
+                raise ConfigError(f"prompt {number + 1} of {len(prompts)}: {error}") from error
         else:
             tokens = chat_prompt(template, tokenizer, prompt)
         tokens = tokens or [tokenizer.eos_id]  # In a token file, an eos precedes every document.

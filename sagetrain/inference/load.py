@@ -11,7 +11,7 @@ import torch
 from sagetrain.auto.kept import Kept, kept_attention, kept_linear
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
-from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, spelled
+from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, from_python, spelled
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
 from sagetrain.config.load import load_config, saved_config
@@ -129,7 +129,8 @@ def _no_run(path: Path) -> str:
     if path.parent.name == "checkpoints" and path in on_disk.published(path.parent):
         # Step 0 is an imported model, which has no other checkpoint.
         step = on_disk.step_of(path)
-        return f"{path} is a checkpoint: name {path.parent.parent}" + f" with --checkpoint {step}" * (step > 0)
+        option = f" with {'step=' if from_python() else '--checkpoint '}{step}" * (step > 0)
+        return f"{path} is a checkpoint: name {path.parent.parent}{option}"
     if (path / "manifest.json").is_file():
         return (
             f"{path} is a checkpoint without its run: put it into RUN/checkpoints under the name that it had there "

@@ -102,8 +102,12 @@ class Scorer:
 
 
 def encoded_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
-    """Return the tokens of a context, as it has them alone, and those of what follows it."""
-    ids, follows, _ = tokenizer.encode_parts([(context, False), (continuation, True)])
+    """Return the tokens of a context, as it has them alone, and those of what follows it. Raises ConfigError if they
+    are not valid Unicode."""
+    try:
+        ids, follows, _ = tokenizer.encode_parts([(context, False), (continuation, True)])
+    except ValueError as error:
+        raise ConfigError(f"the context {context[:40]!r} with {continuation[:40]!r}: {error}") from error
     size = [*follows, True].index(True)
     return ids[:size], ids[size:]
 

@@ -287,7 +287,7 @@ def test_a_field_of_a_struct_may_be_null(tmp_path: Path) -> None:
     said = said_by(tmp_path / "a.parquet", tmp_path / "o/x", tokenizer=file, text_key="d.m.text")
     assert "left out 3 empty documents" in "".join(said)
     assert Tokenizer.load(file).decode(tokens_of(tmp_path / "o/x")) == "hello"
-    with pytest.raises(ConfigError, match="a.parquet, rows 1 to 4: no 'd.m.body': 'd' is of the type struct<m: "):
+    with pytest.raises(ConfigError, match=r"a\.parquet, rows 1 to 4: no 'd\.m\.body': 'd' is of the type struct<m: "):
         said_by(tmp_path / "a.parquet", tmp_path / "p/x", tokenizer=file, text_key="d.m.body")
 
 

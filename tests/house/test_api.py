@@ -419,6 +419,8 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
     "compare: margin is nan, and must be": lambda model: api.compare(["325m"], variants={"a": {}}, margin=math.nan),
     "temperature 1e-09: neither 0 nor at least": lambda model: model.generate("a", temperature=1e-9),
     "top_p 1.5: not above 0": lambda model: model.generate("a", top_p=1.5),
+    "prompt 2 of 2: not valid Unicode": lambda model: model.generate(["a", "b\ud800"]),
+    "the context 'a' with '\\ud800': not valid Unicode": lambda model: model.score([("a", "\ud800")]),
     "variants ': ': is written 'NAME: KEY=VALUE'": lambda model: api.compare(["quickstart"], variants={"": {}}),
     "num_workers 0 is not from 1 to": lambda model: api.prepare(
         api.Request(["a"], output="b", vocab_size=1000, num_workers=0)
@@ -450,15 +452,17 @@ def test_an_argument_of_another_type_is_named(loaded: api.Model, message: str) -
         MISTAKES[message](loaded)
 
 
-def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> None:
+def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (texts := tmp_path / "texts").mkdir()
     write_jsonl(texts / "a.jsonl", TEXTS)
     (texts / "b.txt").write_text("left out")
     said = []
-    request = api.Request(texts, output=tmp_path / "train", vocab_size=350)
-    assert api.prepare(request, say=said.append).vocab_size == 350
+    request = api.Request([Path("~/texts")], output="~/train", vocab_size=350)
+    assert (made := api.prepare(request, say=said.append)).vocab_size == 350 and made.train == tmp_path / "train"
     assert any("leaving out 1 other; glob chooses differently" in line for line in said)
     path = {"data.train": [{"path": tmp_path / "train"}], "data.valid": [], "training.run_dir": tmp_path / "run"}
+    path |= {"optimizer.lr": np.float32(1e-3), "training.total_tokens": np.int64(10**9)}
     plan = api.plan("325m", path, world_size=8, gpu="h100")
     assert plan.chosen.prediction.world_size == 8
     assert api.plan(api.load_config("325m", path), world_size=8, gpu="h100").chosen == plan.chosen
@@ -474,8 +478,11 @@ def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> No
     ):
         with pytest.raises(ConfigError, match=said):
             call()
-    with pytest.raises(CheckpointError, match=r"there is no folder .*; name the folder of a run"):
-        api.load_run(tmp_path / "nothing")
+    (tmp_path / "train.bin").unlink()
+    with pytest.raises(ConfigError, match=r"train\.bin does not exist; .*; overwrite=True does that in its place"):
+        api.prepare(request)
+    with pytest.raises(CheckpointError, match=rf"there is no folder {tmp_path}/nothing; name the folder of a run"):
+        api.load_run("~/nothing")
     assert capfd.readouterr() == ("", "")
 
 
