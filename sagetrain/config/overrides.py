@@ -28,20 +28,18 @@ def assignments(overrides: ConfigChanges) -> list[str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes paths as text."""
+    """A YAML dumper that writes paths as text, and a number of numpy as the number that it shows."""
+
+    def other(self, value: object) -> yaml.Node:
+        """Write what YAML does not know. Raises YAMLError unless it is a path or a number."""
+        if isinstance(value, Path):
+            return self.represent_str(str(value))
+        if isinstance(value, Integral):
+            return self.represent_int(int(value))
+        return self.represent_float(float(str(value))) if isinstance(value, Real) else self.represent_undefined(value)
 
 
-_Dumper.add_representer(type(Path()), lambda dumper, path: dumper.represent_str(str(path)))
-
-
-def _number(dumper: _Dumper, value: object) -> yaml.Node:
-    """Write a number of numpy as the number that it shows. Refuse other objects."""
-    if isinstance(value, Integral):
-        return dumper.represent_int(int(value))
-    return dumper.represent_float(float(str(value))) if isinstance(value, Real) else dumper.represent_undefined(value)
-
-
-_Dumper.add_multi_representer(object, _number)
+_Dumper.add_representer(None, _Dumper.other)  # type: ignore[arg-type]  # None stands for all other types.
 
 
 def _yaml(value: object) -> str:
