@@ -49,9 +49,15 @@ _URL = re.compile(r"(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]|file://)(/[A-Za-z0-9.
 def _url(text: str) -> str:
     """Return the URL of a folder in a store without a slash at its end. Raises ValueError for other texts."""
     if not _URL.fullmatch(text) or {".", ".."} & {*text.split("/")} or text == "file://":
+        own = "mount them and name the path"
+        if text.startswith("gs://"):
+            own = (
+                f"write s3://{text[5:]} with AWS_ENDPOINT_URL=https://storage.googleapis.com and HMAC keys, for which "
+                "`sagetrain plan` says whether files can be written there, or mount the bucket and name the path"
+            )
         raise ValueError(
             "is none of s3://BUCKET/FOLDER and file:///FOLDER, with letters, digits and . _ = + - in names. Other "
-            "stores are not tried: mount them and name the path"
+            f"stores are not tried: {own}"
         )
     return text.rstrip("/")
 
