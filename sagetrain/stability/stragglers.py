@@ -9,6 +9,10 @@ steps) divided by it.
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,6 +105,8 @@ class Stragglers(Controller):
         for kind, ranks in slow.items():
             self._slow[kind] = np.where(ranks, self._slow[kind] + 1, 0)
             named += [self._event(int(rank), kind, scores) for rank in np.flatnonzero(self._slow[kind] == STEPS)]
+        if any(event.fields["rank"] == self._rank for event in named) and (state := gpu_state(self._names[self._rank])):
+            print(f"rank {self._rank} ({self._names[self._rank]}): {state}", file=sys.stderr, flush=True)
         return named
 
     def _event(self, rank: int, kind: str, scores: Mapping[str, np.ndarray[Any, Any]]) -> Event:
@@ -112,3 +118,40 @@ class Stragglers(Controller):
         )
         fields = {"rank": rank, "where": self._names[rank], "than": kind, "relative": relative, "own": own}
         return Event("straggler", text, {**fields, "seconds": seconds})
+
+
+_ASKED = {
+    "serial number": "serial",
+    "SM clock in MHz": "clocks.sm",
+    "at most": "clocks.max.sm",
+    "degrees Celsius": "temperature.gpu",
+    "throttle reasons": "clocks_throttle_reasons.active",
+    "uncorrected ECC errors": "ecc.errors.uncorrected.volatile.total",
+}
+"""The values that nvidia-smi is asked for, by their names in words."""
+
+
+def gpu_state(place: str) -> str:
+    """Return what nvidia-smi says of a slow GPU, in words: clocks, temperature, throttling, and errors of memory and
+    NVLink. The text is empty if there is no GPU or no answer.
+
+    Args:
+        place: the words about a device, with GPU-UUID.
+    """
+    tool, found = shutil.which("nvidia-smi"), re.search(r"GPU-[\w-]+", place)
+    if not (tool and found):
+        return ""
+    said = []
+    for words in ([f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader,nounits"], ["nvlink", "-e"]):
+        try:
+            done = subprocess.run(
+                [tool, *words, "-i", found[0]], capture_output=True, text=True, timeout=10, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        if words[0] == "nvlink":
+            errors = sum(map(int, re.findall(r"Errors?: (\d+)", done.stdout)))
+            said.append(f"NVLink errors {errors}")
+        else:
+            said += [f"{name} {value.strip()}" for name, value in zip(_ASKED, done.stdout.split(","), strict=False)]
+    return ", ".join(said)

@@ -49,6 +49,25 @@ def test_a_rank_that_is_a_fifth_slower_is_named_alone() -> None:
     assert by_others[1].fields["relative"] == pytest.approx(0.8, abs=0.06)
 
 
+def test_a_slow_rank_says_what_the_driver_says_of_its_gpu(tmp_path, monkeypatch, capsys) -> None:
+    """The program that stands for the driver's says what it was asked."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ncase "$1" in\nnvlink) printf "Link 0: Replay Errors: 2\\nLink 0: CRC Errors: 5\\n";;\n'
+        '*) test "$4" = GPU-1a-2b && echo "165, 1200, 1980, 88, 0x0000000000000040, 3";;\nesac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    names = [f"host a, cuda {rank} (NVIDIA H200, GPU-1a-{rank}b)" for rank in range(4)]
+    controllers = [Stragglers(rank, names, 4, torch.device("cpu")) for rank in (2, 3)]
+    for step in range(1, STEPS + 2):
+        for controller in controllers:
+            told(controller, step, np.array([1.0, 1.0, 1.25, 1.0]))
+    said = "serial number 165, SM clock in MHz 1200, at most 1980, degrees Celsius 88, throttle reasons "
+    said += "0x0000000000000040, uncorrected ECC errors 3, NVLink errors 7\n"
+    assert capsys.readouterr().err == f"rank 2 ({names[2]}): {said}"
+
+
 def test_what_all_ranks_share_names_nobody() -> None:
     """Longer documents slow all ranks down, a stage of a pipeline may have more work than another one, and steps of
     another number of tokens begin anew."""
