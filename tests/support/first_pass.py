@@ -35,7 +35,7 @@ def shape_parts(shape: Shape) -> dict[str, object]:
     return {
         "head_dim": (held := block_d(shape.head_dim), held == shape.head_dim),
         # Kernels know whether the sequence has bounds, and the host makes the bounds.
-        "mask": (shape.causal, bool(shape.documents or shape.window)),
+        "mask": (shape.causal, bool(shape.documents)),
         "bounds": (bool(shape.documents), bool(shape.window)),
         "shared keys": shape.heads != shape.kv_heads,
         "lengths differ": shape.n_q != shape.n_k,
