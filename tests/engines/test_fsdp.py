@@ -540,7 +540,7 @@ def graphs(cases: Sequence[tuple[int, str]]) -> list[tuple[list, int]]:
 
 
 def test_compiled_blocks_share_a_graph() -> None:
-    cases = [(0, "none"), (1, "none"), (3, "selective")]
+    cases = [(0, "none"), (3, "selective")]
     (plain, _), *found = run_distributed(graphs, 4, cases)[0]
     for case, (numbers, count) in zip(cases[1:], found, strict=True):
         assert torch.allclose(torch.tensor(numbers), torch.tensor(plain), rtol=2e-5), case

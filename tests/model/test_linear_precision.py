@@ -224,8 +224,8 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
     exact = of_first_rank(lambda: results(model(SIXTEEN_BITS)))
     if cp_size > 1:  # Each recipe goes one way, and the ways do not depend on the slices of sequences.
         each = [ways[:1], ways[1:3], ways[3:]]
-    else:  # One recipe goes all ways.
-        each = [ways[::3], ways, ways[::2]]
+    else:
+        each = [ways[::3], ways[:2], ways[::2]]
     names = (("fp8", "tensorwise"), ("fp8", "rowwise"), ("int8", "rowwise_bf16_wgrad"))
     for number, (name, head) in enumerate(zip(names, ("bf16", "fp8", "int8"), strict=True)):
         linear = linear_of(name, head=head)
@@ -282,12 +282,12 @@ def test_layouts_agree_as_closely_as_their_scales_allow(tp_size: int, cp_size: i
 
 
 def losses_of(layouts: list[tuple[int, int, int]], linear: dict) -> dict[tuple, list[float]]:
-    """Return the losses of 8 steps of two micro-batches at each (tp, cp, ZeRO stage)."""
+    """Return the losses of 6 steps of two micro-batches at each (tp, cp, ZeRO stage)."""
     found = {}
     for tp_size, cp_size, stage in layouts:
         cfg = tiny.config(stage, linear=linear, optimizer={"eps": 1e-6}, model={"ffn_hidden_size": 64})
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
-        found[tp_size, cp_size, stage] = [tiny.global_step(engine, step).loss for step in range(8)]
+        found[tp_size, cp_size, stage] = [tiny.global_step(engine, step).loss for step in range(6)]
     return found
 
 

@@ -195,7 +195,7 @@ def in_four_processes() -> None:
         for documents in (False, True):
             if tp == 1:  # Attention on its own does not see tensor parallelism.
                 check_sage(groups, documents)
-            for backend in ("reference", "sdpa", "sage") if cp == 4 else ("sdpa", "sage") if tp == 2 else ("sage",):
+            for backend in ("sdpa", "sage") if cp == 4 else ("sage",) if documents else ("sdpa",) if tp == 2 else ():
                 check_model(groups, backend, documents)
         for key_heads in repeated:
             check_copies(groups, key_heads)
@@ -211,8 +211,7 @@ def in_eight_processes() -> None:
     """Check copies of key heads on as many ranks as there are query heads."""
     torch.set_num_threads(1)
     groups = ParallelGroups.create(Topology(8, 1, 8))
-    for key_heads in (1, 4):
-        check_copies(groups, key_heads)
+    check_copies(groups, 1)
     check_sums(groups)
     check_copies(ParallelGroups.create(Topology(8, 2, 4)), 2)
 
@@ -235,7 +234,8 @@ def saved_in_two_processes() -> list[float]:
     """Return the bytes per token that autograd saves for a block with a context-parallel size of 2."""
     torch.set_num_threads(1)
     groups = ParallelGroups.create(Topology(2, 1, 2))
-    return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in memory_cases()]
+    first = groups.rank == 0  # The other rank calls the same collectives from Python, and compiles nothing.
+    return [saved_bytes_per_token(cfg, first and cfg.training.compile == "on", groups) for cfg in memory_cases()]
 
 
 def test_slices_give_the_losses_and_gradients_of_sequences() -> None:
@@ -247,5 +247,5 @@ def test_ranks_beyond_the_key_heads_have_copies_of_them() -> None:
 
 
 def test_saved_activations_of_slices_are_what_is_predicted() -> None:
-    for saved in run_distributed(saved_in_two_processes, 2):
-        assert saved == pytest.approx([block_activation_bytes(cfg) for cfg in memory_cases()], rel=1e-3)
+    saved = run_distributed(saved_in_two_processes, 2)[0]
+    assert saved == pytest.approx([block_activation_bytes(cfg) for cfg in memory_cases()], rel=1e-3)

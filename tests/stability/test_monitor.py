@@ -122,8 +122,8 @@ LAYOUTS = {  # The values are: tensor and context parallel size, ranks, ZeRO sta
     "ZeRO 2, data parallel, recomputed": (1, 1, 2, 2, False, False, {"training": {"activation_checkpointing": "full"}}),
     "in part recomputed": (1, 1, 1, 1, False, False, {"training": {"activation_checkpointing": "selective"}}),
     "the first block recomputed": (1, 1, 1, 1, False, False, {"training": {"activation_checkpointing": 1}}),
-    "recomputed, compiled, halves": (
-        *(2, 1, 2, 0, False, True),
+    "recomputed, halves": (
+        *(2, 1, 2, 0, False, False),
         {"training": {"activation_checkpointing": "full"}, "parallel": {"tensor_parallel_overlap": "on"}},
     ),
 }

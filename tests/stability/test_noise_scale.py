@@ -81,7 +81,7 @@ def measured(layouts: list[tuple]) -> list[tuple[tuple, dict[str, float], float]
 
 
 WORLDS = {
-    1: [(1, 1, 0, "fp32", "", False), (1, 1, 1, "fp32", "", False), (1, 1, 1, "bf16", "", False)],
+    1: [(1, 1, 1, "fp32", "", False), (1, 1, 1, "bf16", "", False)],
     2: [
         *((1, 1, stage, "fp32", "", False) for stage in range(4)),
         (2, 1, 0, "fp32", "", False),
@@ -92,7 +92,7 @@ WORLDS = {
         (1, 1, 3, "fp32", "aot_eager", False),
         (1, 1, 3, "bf16", "", False),
     ],
-    4: [(2, 1, 2, "fp32", "", True), (2, 2, 0, "fp32", "", False), (2, 1, 1, "fp32", "aot_eager", False)],
+    4: [(2, 1, 2, "fp32", "", True), (2, 2, 0, "fp32", "", False)],
 }
 
 

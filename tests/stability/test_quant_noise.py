@@ -382,7 +382,7 @@ def with_and_without(layouts: list[tuple]) -> list[tuple[tuple, bool]]:
 
 
 LAYOUTS = {
-    1: [(1, 1, 0, "fp32", "", "none"), (1, 1, 1, "bf16", "", "full"), (1, 1, 1, "fp32", "aot_eager", "none")],
+    1: [(1, 1, 0, "fp32", "", "none"), (1, 1, 1, "bf16", "", "full")],
     2: [
         (1, 1, 0, "fp32", "", "none"),
         (1, 1, 2, "bf16", "", "full"),

@@ -187,10 +187,10 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
     return engine.evaluate(batches, sources)
 
 
-def going_on(engine: Engine) -> list[float]:
+def going_on(engine: Engine, sequences: int = 4) -> list[float]:
     """Return the loss of a step, which shows the weights that an engine begins with, and that of an evaluation behind
     it, which shows the moments as well."""
-    return [global_step(engine, 1).loss, evaluation(engine, ["web"])["valid/loss"]]
+    return [global_step(engine, 1, sequences).loss, evaluation(engine, ["web"])["valid/loss"]]
 
 
 def owned(name: str, tensors: dict[str, torch.Tensor]) -> Owned:
