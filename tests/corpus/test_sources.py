@@ -18,7 +18,6 @@ from sagetrain.corpus import encode
 from sagetrain.corpus.files import CHUNK_BYTES
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
-from sagetrain.data.tokenizer import Tokenizer
 
 
 def as_jsonl(folder):
@@ -209,11 +208,6 @@ def test_standard_library(tmp_path):
     assert result.vocab_size == 600
     assert result.counts["train"].documents + result.counts["valid"].documents > 300
     assert result.counts["train"].tokens > 2_000_000
-    tokenizer = Tokenizer.load(result.tokenizer)
-    text = "".join(tokenizer.decode(document) for document in documents(result.train) + documents(result.valid))
-    assert "class ArgumentParser(" in text
-    assert "builtins.print\n\n" in text
-    assert "def test_" not in text or text.count("def test_") < 100
     again = quiet(["python-stdlib"], tmp_path / "train", vocab_size=600, valid_fraction=0.05, tokenizer_sample=10**5)
     assert again.already_there
     assert again.counts == result.counts
@@ -222,6 +216,7 @@ def test_standard_library(tmp_path):
 def test_docstrings_hold_no_values_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGETRAIN_SECRET", "hunter2hunter2")
     text = "".join(text for chunk in Corpus(TextRequest(["python-stdlib"])).chunks() for text in chunk.records)
+    assert "class ArgumentParser(" in text and "builtins.print\n\n" in text and text.count("def test_") < 100
     assert "hunter2" not in text
     assert str(Path.home()) not in text
 

@@ -217,12 +217,12 @@ def mistaken(kernels, case, **options):
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC, which comes with torch's CUDA wheels")
 @pytest.mark.parametrize(("capability", "head_dim", "half_sums", "memory", "how"), [
-    ((8, 0), 128, False, 164, (2, 1)), ((8, 0), 64, False, 164, (1, 3)), ((8, 6), 128, True, 100, (1, 1)),
-    ((8, 9), 64, True, 100, (1, 2)), ((9, 0), 64, False, 228, (2, 3)), ((12, 0), 128, True, 100, (1, 1)),
+    ((8, 0), 128, False, 164, (2, 1)), ((8, 9), 64, True, 100, (1, 2)), ((9, 0), 64, False, 228, (2, 3)),
+    ((12, 0), 128, True, 100, (1, 1)),
 ])  # fmt: skip
 def test_compiles(capability, head_dim, half_sums, memory, how, tmp_path, monkeypatch):
     """The kernel for each GPU has the products of the design, no division in the loop, and few registers in memory."""
-    assert capability in CAPABILITIES
+    assert capability in CAPABILITIES and schedule(64, 164 << 10) == (1, 3)
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     assert schedule(head_dim, memory << 10) == how
     defines = backward_defines(head_dim, False, half_sums, *how)

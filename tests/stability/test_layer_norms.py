@@ -62,7 +62,6 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
 WORLDS: dict[int, list[Layout]] = {
     1: [(1, 1, 0, "none", "", "off"), (1, 1, 1, "full", "aot_eager", "off")],
     2: [
-        (1, 1, 1, "none", "aot_eager", "off"),
         (1, 1, 2, "none", "", "off"),
         (1, 1, 3, "none", "", "off"),
         (1, 2, 1, "none", "", "off"),
