@@ -33,12 +33,7 @@ from sagetrain.parallel.topology import ParallelGroups
 # parallel, context parallel, ZeRO stage).
 Layout = tuple[int, int, int]
 CASES: list[tuple[int, Layout, str, dict[int, list[Layout]]]] = [
-    (
-        2,
-        (1, 1, 1),
-        "fp32",
-        {1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 1, 3), (1, 2, 2)], 4: [(2, 1, 2), (1, 2, 3)]},
-    ),
+    (2, (1, 1, 1), "fp32", {1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 1, 3), (1, 2, 2)], 4: [(2, 1, 2), (1, 2, 3)]}),
     (4, (2, 1, 2), "fp32", {1: [(1, 1, 1)], 2: [(2, 1, 3), (1, 2, 1)]}),
     (2, (2, 1, 3), "fp32", {1: [(1, 1, 0)], 2: [(1, 1, 1)]}),
     (2, (1, 2, 3), "fp32", {2: [(2, 1, 1)]}),

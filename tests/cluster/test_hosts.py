@@ -172,11 +172,7 @@ def run_config(folder: Path, corpus: Path, interface: str | None, tp_size: int =
         tp_size=tp_size,
         data={"valid": [], "micro_batch_size": 4},
         tokens_per_step={"stages": [{"from_tokens": 0, "tokens": STEP_TOKENS}]},
-        training={
-            "total_tokens": STEPS * STEP_TOKENS,
-            "network_interface": interface,
-            "timeout_minutes": 3,
-        },
+        training={"total_tokens": STEPS * STEP_TOKENS, "network_interface": interface, "timeout_minutes": 3},
     )
 
 

@@ -67,10 +67,7 @@ def test_values_defaults_and_number_forms(tmp_path):
     assert [source.weight for source in config.data.train] == [3.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("on", "on"), ("off", "off"), ("auto", "auto"), ('"on"', "on")],
-)
+@pytest.mark.parametrize(("text", "value"), [("on", "on"), ("off", "off"), ("auto", "auto"), ('"on"', "on")])
 def test_compile_switch_is_a_word_not_a_boolean(tmp_path, text, value):
     assert load_config(write(tmp_path, GOOD), [f"training.compile={text}"]).training.compile == value
 

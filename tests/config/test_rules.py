@@ -347,10 +347,7 @@ def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
     assert refused == {*generated, *(f"zero_optimization.{key}" for key in zero)}
 
 
-@pytest.mark.parametrize(
-    ("key", "least"),
-    [("reduce_bucket_size", 1)],
-)
+@pytest.mark.parametrize(("key", "least"), [("reduce_bucket_size", 1)])
 def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
     for value in ("auto", "2e8", None, True, 1.5, float("inf"), float("nan"), least - 1, [1]):
         finding = only(fit(run_config(deepspeed={"zero_optimization": {key: value}}), 1))

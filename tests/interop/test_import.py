@@ -75,10 +75,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         **SIZES | {"num_hidden_layers": 3},
         sliding_window=20,
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-        rope_parameters={
-            "full_attention": YARN,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-        },
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}},
     ),
     "gemma3": lambda: Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 4},

@@ -308,10 +308,7 @@ def test_the_operators_keep_their_promises():
         (grouped_products.GROUPED_PRODUCT, (gate_up[:, :HIDDEN], TENSORS[2].mT, rows.ends, rows.tiles)),
         (grouped_products.GROUPED_WEIGHT_PRODUCT, (gate_up, gate_up[:, :HIDDEN], rows.ends)),
         (grouped_products.GROUPED_CODES_PRODUCT, (*turned[:2], *weight[:2], rows.ends, rows.tiles, torch.float32)),
-        (
-            grouped_products.GROUPED_CODES_WEIGHT_PRODUCT,
-            (*turned[2:], *turned[2:], rows.first, torch.bfloat16),
-        ),
+        (grouped_products.GROUPED_CODES_WEIGHT_PRODUCT, (*turned[2:], *turned[2:], rows.first, torch.bfloat16)),
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -42,15 +42,7 @@ else:
     )
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton, swiglu_triton
-    from sagekernels.testing import (
-        Shape,
-        call_of,
-        qk_norm_rope_errors,
-        random_inputs,
-        random_qk,
-        random_sinks,
-        rel_l2,
-    )
+    from sagekernels.testing import Shape, call_of, qk_norm_rope_errors, random_inputs, random_qk, random_sinks, rel_l2
 
     COMPILER_IMPORTED = "torch._dynamo" in sys.modules
 

@@ -15,12 +15,7 @@ from sagetrain.parallel.collectives import (
     start_enter,
     start_leave,
 )
-from sagetrain.parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    shard,
-)
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 TOKENS, HIDDEN, INNER, VOCAB = 12, 8, 16, 24

@@ -228,11 +228,7 @@ def test_small_micro_batches_wait_for_the_host():
 def test_halves_and_collectives_are_launched_too(sequence, copy_bandwidth, calls, each):
     free = dataclasses.replace(SIMPLE, copy_bandwidth=copy_bandwidth)
     card = dataclasses.replace(
-        free,
-        block_launch_seconds=0.5,
-        part_launch_seconds=1.0,
-        collective_launch_seconds=0.25,
-        copy_launch_seconds=0.5,
+        free, block_launch_seconds=0.5, part_launch_seconds=1.0, collective_launch_seconds=0.25, copy_launch_seconds=0.5
     )
     for overlap, parts in (("on", 2), ("off", 1)):
         cfg = config("325m", *layout_of(2, sequence=sequence), f"parallel.tensor_parallel_overlap={overlap}")

@@ -232,8 +232,7 @@ def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | st
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "every", "steps"),
-    [(1, "fp8", 2, [2, 4]), (2, "int8", "auto", [3]), (1, "bf16", "auto", [])],
+    ("stage", "precision", "every", "steps"), [(1, "fp8", 2, [2, 4]), (2, "int8", "auto", [3]), (1, "bf16", "auto", [])]
 )
 def test_a_run_writes_what_it_measured_and_what_vanishes(
     stage: int, precision: str, every: int | str, steps: list[int], corpus: Path, tmp_path: Path, capfd

@@ -97,12 +97,7 @@ def start(launcher: str | list[str], config: Path) -> Command | subprocess.Popen
     if words[0] in COMMANDS:
         return Command(words, env, log, config.parent)
     return subprocess.Popen(
-        words,
-        env=env,
-        stdout=log.open("a"),
-        stderr=subprocess.STDOUT,
-        cwd=config.parent,
-        start_new_session=True,
+        words, env=env, stdout=log.open("a"), stderr=subprocess.STDOUT, cwd=config.parent, start_new_session=True
     )
 
 

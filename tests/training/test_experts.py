@@ -12,10 +12,7 @@ from sagetrain.report.read import read_runs
 
 EXPERTS = {"number": 6, "per_token": 2, "ffn_size": 16, "dense_layers": 1}
 SECTIONS: dict[str, dict] = {
-    "model": {
-        "experts": {**EXPERTS, "balance": {"bias_rate": 0.001}},
-        "num_layers": 3,
-    },
+    "model": {"experts": {**EXPERTS, "balance": {"bias_rate": 0.001}}, "num_layers": 3},
     "attention": {"backend": "sage", "recipe": "scores"},
     "linear": {"precision": "int8", "keep_first_fraction": 0.25, "keep_last_fraction": 0.3},
     "data": {"micro_batch_size": 2},
