@@ -35,14 +35,18 @@ EXPERTS = {"number": 6, "per_token": 2, "ffn_size": 16, "shared": 1, "dense_laye
 SPREAD = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
 PIPELINE = {"pipeline_parallel_size": 2}
 OWN = {"sequence_parallel": True, "tensor_parallel_overlap": "off"}
+WIDE = {"ffn_hidden_size": 64, "experts": {**EXPERTS, "ffn_size": 32}}  # wide enough for 8 bits
 
 
 def config(stage: int, parallel: dict | None = None, dtype: str = "fp32", **sections: dict) -> RunConfig:
     parallel = {"engine": "fsdp", "zero_stage": stage, "tensor_parallel_overlap": "off", **(parallel or {})}
-    model = {"num_layers": 3, "num_attention_heads": 4, "experts": EXPERTS, **sections.pop("model", {})}
+    model = {"num_layers": 2, "num_attention_heads": 4, "experts": EXPERTS, **sections.pop("model", {})}
     optimizer = {"clip_grad": 0.5, "eps": 1e-6, **sections.pop("optimizer", {})}
     return tiny.config(stage, dtype, parallel=parallel, model=model, optimizer=optimizer, **sections)
 
+
+THREE = {"num_layers": 3}
+"""Two blocks with a mixture behind the dense one, where the order of blocks matters. One block shows all else."""
 
 # Tensor-, context-, pipeline- and expert-parallel sizes of four ranks, and the rest of the configuration.
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
@@ -50,10 +54,14 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "hybrid 2 x 2, ZeRO 2, offload": (
         (1, 1, 1, 1), {"stage": 2, "parallel": {"shard_size": 2, "offload": "optimizer"}}
     ),
-    "ZeRO 3, selective": ((1, 1, 1, 1), {"stage": 3, "training": {"activation_checkpointing": "selective"}}),
+    "ZeRO 3, selective": (
+        (1, 1, 1, 1), {"stage": 3, "training": {"activation_checkpointing": "selective"}, "model": THREE}
+    ),
     "TP 2, halves, ZeRO 3": ((2, 1, 1, 1), {"stage": 3, "parallel": SPREAD}),
     "TP 2, halves, recomputed, ZeRO 0": (
-        (2, 1, 1, 1), {"stage": 0, "parallel": SPREAD, "training": {"activation_checkpointing": 2}}
+        (2, 1, 1, 1), {
+            "stage": 0, "parallel": SPREAD, "training": {"activation_checkpointing": 2}, "model": THREE,
+        },
     ),
     "TP 2 x context 2, ZeRO 2": ((2, 2, 1, 1), {"stage": 2, "parallel": OWN}),
     "experts 2 x context 2, recomputed, ZeRO 1, offload": (
@@ -62,9 +70,13 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
             "training": {"activation_checkpointing": "full"},
         },
     ),
-    "experts 2, compiled, ZeRO 0": ((1, 1, 1, 2), {"stage": 0, "parallel": {"expert_parallel_size": 2}}),
+    "experts 2, compiled, ZeRO 0": (
+        (1, 1, 1, 2), {"stage": 0, "parallel": {"expert_parallel_size": 2}, "model": THREE}
+    ),
     "experts 2 x TP 2, halves, ZeRO 2": ((2, 1, 1, 2), {"stage": 2, "parallel": {**SPREAD, "expert_parallel_size": 2}}),
-    "experts 2, compiled, ZeRO 3": ((1, 1, 1, 2), {"stage": 3, "parallel": {"expert_parallel_size": 2}}),
+    "experts 2, compiled, ZeRO 3": (
+        (1, 1, 1, 2), {"stage": 3, "parallel": {"expert_parallel_size": 2}, "model": THREE}
+    ),
     "experts 2 x TP 2, halves, recomputed, ZeRO 3, offload": (
         (2, 1, 1, 2), {
             "stage": 3, "parallel": {**SPREAD, "expert_parallel_size": 2, "offload": "all"},
@@ -77,9 +89,11 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
             "training": {"activation_checkpointing": "selective"},
         },
     ),
-    "experts 2 x PP 2, ZeRO 3": ((1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}}),
-    "PP 2, ZeRO 2": ((1, 1, 2, 1), {"stage": 2, "parallel": PIPELINE}),
-    "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}}),
+    "experts 2 x PP 2, ZeRO 3": (
+        (1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}, "model": THREE}
+    ),
+    "PP 2, ZeRO 2": ((1, 1, 2, 1), {"stage": 2, "parallel": PIPELINE, "model": THREE}),
+    "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}, "model": THREE}),
 }  # fmt: skip
 
 IN_8_BITS = [
@@ -153,12 +167,21 @@ def joined(every: Sequence[Pieces], specs: dict[str, Any]) -> dict[str, torch.Te
     return found
 
 
+def sections_of(name: str, groups: ParallelGroups) -> dict[str, Any]:
+    """Return the configuration of a case. In one process it has the model alone."""
+    sections = {"model": {}, **CASES[name][1]}
+    return sections if groups.topology.world_size > 1 else {"stage": 0, "model": sections["model"]}
+
+
+def layers_of(name: str) -> int:
+    return CASES[name][1].get("model", {}).get("num_layers", 2)
+
+
 def trained(
     name: str, groups: ParallelGroups, measured: Callable[[TensorSpec], bool] = every
 ) -> tuple[list[dict[str, Any]], Pieces]:
     """Return the numbers of two steps at a layout, and what counts of the weights behind them."""
-    alone = groups.topology.world_size == 1
-    how: dict[str, Any] = {"stage": 0} if alone else CASES[name][1]
+    alone, how = groups.topology.world_size == 1, sections_of(name, groups)
     with patch.object(fsdp, "build_optimizer", lambda run, group, pieces, ranks: tiny.SGD(pieces)):
         cfg = tiny.on(config(**how), groups)
         model = tiny.model(cfg, groups)
@@ -176,10 +199,10 @@ def trained(
 
 def first_step(name: str, groups: ParallelGroups, precision: str = "int8") -> tuple[dict[str, Any], Pieces]:
     """Return the numbers of one step with all linear layers in 8 bits, and what counts of the weights behind it."""
-    how: dict[str, Any] = {"stage": 0} if groups.topology.world_size == 1 else CASES[name][1]
-    model = {"ffn_hidden_size": 64, "experts": {**EXPERTS, "ffn_size": 32}}
+    how = sections_of(name, groups)
+    how["model"] = how["model"] | WIDE
     with patch.object(fsdp, "build_optimizer", lambda run, group, pieces, ranks: tiny.SGD(pieces)):
-        engine = tiny.engine(config(**how, model=model, linear={"precision": precision}), groups)
+        engine = tiny.engine(config(**how, linear={"precision": precision}), groups)
     low = [type(layer.matmul).__name__ for layer in linear_layers(engine.model)]
     assert set(low) == {"Matmul", "GroupedMatmul"} if precision == "bf16" else {"LowBit", "GroupedLowBit"}, low
     return take(engine, range(1))[0], pieces(engine)
@@ -190,10 +213,15 @@ def in_one_process() -> dict[str, Any]:
     with patch.object(fsdp, "build_optimizer", lambda run, group, pieces, ranks: tiny.SGD(pieces)):
         balanced, plain = ([moved(groups, masked, aux) for masked in (False, True)] for aux in (0.5, 0.0))
     losses = [{name: one[name] - other[name] for name in one} for one, other in zip(balanced, plain, strict=True)]
-    eight = {precision: first_step("alone", groups, precision) for precision in ("bf16", "int8")}
+    cases = {layers_of(name): name for name in CASES}
+    eight = {
+        layers: {precision: first_step(name, groups, precision) for precision in ("bf16", "int8")}
+        for layers, name in cases.items()
+    }
     # Where ranks have experts between them, the noise is that of everything else.
-    dense, _ = trained("alone", groups, lambda spec: spec.cut != "experts")
-    return {"trained": trained("alone", groups), "dense": dense, "losses": losses, "first": eight}
+    dense = {layers: trained(name, groups, lambda spec: spec.cut != "experts")[0] for layers, name in cases.items()}
+    whole = {layers: trained(name, groups) for layers, name in cases.items()}
+    return {"trained": whole, "dense": dense, "losses": losses, "first": eight}
 
 
 def in_four(root: str) -> dict[str, Any]:
@@ -218,14 +246,14 @@ def four(tmp_path_factory) -> list[dict[str, Any]]:
 
 def test_steps_equal_those_of_one_process(alone, four) -> None:
     """A step moves weights by their gradients, so weights show the gradients of all tensors."""
-    model = config(0).model
-    specs = {spec.name: spec for spec in tensors(model, config(0).attention, tiny.VOCAB)}
-    numbers, mine = alone["trained"]
-    assert numbers[0]["norm"] > 0.5  # Clipping is at work.
-    expected = joined([mine], specs)
     for name in CASES:
+        cfg = config(0, model={"num_layers": layers_of(name)})
+        specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
+        numbers, mine = alone["trained"][layers_of(name)]
+        assert numbers[0]["norm"] > 0.5  # Clipping is at work.
+        expected = joined([mine], specs)
         for rank in four:
-            right = alone["dense"] if "experts" in name else numbers
+            right = alone["dense"][layers_of(name)] if "experts" in name else numbers
             for made, wanted in zip(rank["trained"][name][0], right, strict=True):
                 assert made.keys() == wanted.keys(), name
                 for number, value in wanted.items():
@@ -244,12 +272,12 @@ def test_steps_equal_those_of_one_process(alone, four) -> None:
 def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
     """The step is the same where ranks have whole sequences and whole matrices, as codes are. Elsewhere rows
     or columns share other scales, and what the step moves is as far from 32 bits as in one process."""
-    cfg = config(0, model={"ffn_hidden_size": 64, "experts": {**EXPERTS, "ffn_size": 32}})
-    specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
-    (exact, wide), (numbers, low) = alone["first"]["bf16"], alone["first"]["int8"]
-    truth, expected = (joined([each], specs) for each in (wide, low))
-    assert exact["loss"] != numbers["loss"]
     for name in IN_8_BITS:
+        cfg = config(0, model={"num_layers": layers_of(name), **WIDE})
+        specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
+        (exact, wide), (numbers, low) = (alone["first"][layers_of(name)][precision] for precision in ("bf16", "int8"))
+        truth, expected = (joined([each], specs) for each in (wide, low))
+        assert exact["loss"] != numbers["loss"]
         tensor, context, _, experts = CASES[name][0]
         same = tensor == context == experts == 1
         for rank in four:
@@ -271,12 +299,11 @@ def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
 
 # -- checkpoints, and steps that are left out --------------------------------------------------------------------------
 
-ONE_MIXTURE = {"model": {"num_layers": 2}}  # The checkpoints in fp32 have two.
 HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 3"], {}),
+    "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 3"], {"model": THREE}),
     "bf16": (
         ["TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, ZeRO 1, offload"],
-        {"dtype": "bf16", "optimizer": {"name": "muon"}, **ONE_MIXTURE},
+        {"dtype": "bf16", "optimizer": {"name": "muon"}},
     ),
     "fp8": (
         ["experts 2 x TP 2, halves, ZeRO 2", "TP 2, halves, ZeRO 3"],
@@ -284,7 +311,6 @@ HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
             "dtype": "bf16",
             "linear": {"precision": "fp8"},
             "optimizer": {"moments": "int8", "master": "bf16_chance"},
-            **ONE_MIXTURE,
         },
     ),
 }
@@ -329,12 +355,12 @@ def saved_and_continued(
     groups = {name: of_sizes[CASES[name][0]] for name in layouts}
 
     def engine(name: str, seed: int) -> Engine:
-        return tiny.engine(config(**CASES[name][1], **how), groups[name], seed)
+        return tiny.engine(config(**CASES[name][1] | how), groups[name], seed)
 
     for name, other in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
         first = engine(name, 3)
         if name == "ZeRO 1":
-            assert generates_the_same(tiny.on(config(**CASES[name][1]), groups[name]), first), name
+            assert generates_the_same(tiny.on(config(**CASES[name][1] | how), groups[name]), first), name
         take(first, range(1), sequences)
         before = state_of(first)
         own, counted = batches(first.groups, 4, sequences)

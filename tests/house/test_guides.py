@@ -55,9 +55,7 @@ def test_every_command_of_a_guide_is_run_or_says_what_it_needs(guide: Path) -> N
             assert block.startswith("# needs "), f"{guide.name}: mark it ```bash to have it run, or say what it needs"
 
 
-SHORTER = {
-    f"training.total_tokens={long}": f"training.total_tokens={run}" for long, run in ((30720, 10240), (10240, 5120))
-}
+SHORTER = {f"training.total_tokens={tokens}": "training.total_tokens=5120" for tokens in (30720, 10240)}
 """The lengths of runs in guides, and those of the tests' runs."""
 
 
@@ -157,7 +155,7 @@ def test_the_site_renders_with_every_page_link_and_key(site: Path) -> None:
     assert {"convert", "Linear8bit", "sage_attention", "swiglu", "qk_norm_rope", "register", "graphed"} < described
 
 
-@pytest.mark.parametrize("page", [".", "reference", "cluster", "data", "api"])
+@pytest.mark.parametrize("page", [".", "reference", "data", "api"])
 def test_the_site_cuts_no_code_and_breaks_no_name_of_a_key(site: Path, driver, page: str) -> None:
     for width in (1280, 500):
         screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}

@@ -22,7 +22,7 @@ else:
     from kernel_inputs import chunk_bounds, random_swiglu, swiglu_gradients_error
     from sagekernels.backward import triton_backward
     from sagekernels.call import Projection
-    from sagekernels.casts import INT8, NUMBERS, largest_twin, quantize_both_triton, quantize_both_twin
+    from sagekernels.casts import E4M3, INT8, NUMBERS, largest_twin, quantize_both_triton, quantize_both_twin
     from sagekernels.forward import document_bounds_triton, triton_forward
     from sagekernels.hopper_backward import FLOATS, _finish_dq_kernel, _prepare_queries_kernel
     from sagekernels.hopper_projection import finish_projection
@@ -55,16 +55,14 @@ else:
         (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0)), "fine", False, torch.float16),
         (Shape(1, 200, 200, 1, 1, 32, causal=False, documents=(5, 0, 70, 1, 124, 0)), "fine", False, torch.float16),
         (Shape(2, 70, 70, 2, 2, 16), "paper", False, torch.float16),
-        (Shape(1, 133, 133, 1, 1, 32, causal=False), "paper", False, torch.float16),
         (Shape(1, 133, 133, 2, 1, 32), "fine", True, torch.float16),
         (Shape(1, 100, 100, 1, 1, 32, documents=(40, 60)), "paper", True, torch.float16),
         (Shape(1, 130, 130, 2, 1, 32), "scores", False, torch.float16),
         (Shape(1, 100, 100, 1, 1, 80, causal=False, documents=(40, 60)), "scores", True, torch.bfloat16),
         (Shape(1, 130, 130, 2, 1, 32), "gradients", False, torch.float16),
-        (Shape(1, 70, 133, 2, 1, 80, causal=False), "gradients", False, torch.float16),
         (Shape(1, 100, 100, 1, 1, 32, documents=(5, 0, 55, 40)), "gradients", False, torch.bfloat16),
         (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0), window=40), "fine", False, torch.float16),
-        (Shape(2, 140, 140, 2, 1, 32, window=65), "scores", False, torch.float16),
+        (Shape(1, 140, 140, 2, 1, 32, window=65), "scores", False, torch.float16),
         (Shape(1, 140, 140, 1, 1, 32, causal=False, window=10), "gradients", False, torch.float16),
         (Shape(1, 140, 140, 1, 1, 32, window=1), "paper", True, torch.float16),
         (Shape(1, 65, 65, 1, 1, 192), "fine", False, torch.bfloat16),
@@ -109,7 +107,7 @@ else:
         check(call._replace(bounds=chunk_bounds(45, 115, ((30, 60, 1, 24), (50, 65)))), do)
 
     @pytest.mark.parametrize("shape", [
-        Shape(1, 300, 300, 2, 1, 128, documents=(5, 0, 70, 1, 124, 100)),
+        Shape(1, 300, 300, 1, 1, 128, documents=(5, 0, 70, 1, 124, 100)),
         Shape(1, 140, 270, 1, 1, 128),
         Shape(1, 300, 300, 1, 1, 128, window=100),
     ], ids=str)  # fmt: skip
@@ -223,9 +221,10 @@ else:
             else:
                 assert torch.equal(ours.view(torch.uint8), twin.view(torch.uint8))
 
-    # The dtype of what is read and the span of a scale do not meet in the kernel.
+    # The dtype of what is read and the span of a scale do not meet in the kernel. The orientation is the same for both
+    # kinds of FP8, whose roundings are in test_casts_round_as_torch_does.
     @pytest.mark.parametrize(("per_row", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=str)
-    @pytest.mark.parametrize("number", NUMBERS, ids=str)
+    @pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
     def test_casts_in_both_orientations(number, per_row, dtype):
         """Rows and columns have their own magnitudes, and some are zeros. There is more than one program each way, and
         there are strides. (The interpreter widens numbers that are subnormal in bfloat16 wrongly.)"""

@@ -121,9 +121,9 @@ def test_70b_on_512_gpus_is_a_pipeline_on_a_slow_network() -> None:
     """On the usual network five layouts at ZeRO 3 are ahead of every pipeline. On a quarter of it the pipeline is far
     ahead."""
     rates = {}
-    for network in (1.0, 0.25):
+    for network, engine in ((1.0, "fsdp"), (0.25, "fsdp"), (0.25, "deepspeed")):
         hardware = replace(H100, network_bandwidth=network * H100.network_bandwidth)
-        cfg = load_config(CONFIGS / "8b.yaml", [*LLAMA_70B, "parallel.engine=fsdp"])
+        cfg = load_config(CONFIGS / "8b.yaml", [*LLAMA_70B, f"parallel.engine={engine}"])
         for item in propose(cfg, Target(512, VOCAB, hardware)):
             parallel = item.cfg.parallel
             way = item.layout.engine if parallel.pipeline_parallel_size == 1 else "pipeline"

@@ -86,8 +86,9 @@ def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
 
 
 def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
-    finish("ranks", config(tmp_path, bad, "rewind", "undisturbed"))
-    finish("ranks", config(tmp_path, bad, "stop", "dropped", drop_steps=list(range(6, 19))))
+    """Ranks that go back together are in model/test_linear_precision.py, and stages in engines/test_pipeline.py."""
+    finish("sagetrain", config(tmp_path, bad, "rewind", "undisturbed"))
+    finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=list(range(6, 19))))
     undisturbed = tmp_path / "undisturbed"
     events = events_of(undisturbed)
     assert [(event["step"], event["action"], event["weights_of"]) for event in events] == [
@@ -104,8 +105,8 @@ def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
 
     run = config(tmp_path, bad, "rewind")
     # The kill may come while the checkpoint of the rewind is being written.
-    assert at_step("ranks", run, 16, kill_all) != 0
-    finish("ranks", run)
+    assert at_step("sagetrain", run, 16, kill_all) != 0
+    finish("sagetrain", run)
     assert "resumed from step-" in log_of(run)
     assert state_of(tmp_path / "run").ledger == state.ledger
     given_up = {step: loss for step, loss in ours.items() if step not in state.ledger.dropped}
