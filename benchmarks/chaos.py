@@ -45,14 +45,14 @@ def faults_of(seed: int, number: int, steps: int, ranks: int, hosts: int) -> dic
     return {step: (kind, draw.randrange(ranks)) for step, kind in zip(at, kinds, strict=True)}
 
 
-def config(folder: Path, text: str, steps: int) -> dict[str, Any]:
+def config(folder: Path, text: str, steps: int, ranks: int) -> dict[str, Any]:
     """Return the configuration of a run of small ranks."""
     tokens = 16 * 32
     return {
         "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
         "attention": {"backend": "sage"},
         "parallel": {"zero_stage": 1},
-        "data": {"train": [{"path": text}], "seq_length": 32, "micro_batch_size": 2},
+        "data": {"train": [{"path": text}], "seq_length": 32, "micro_batch_size": max(1, 8 // ranks)},
         "tokens_per_step": {"schedule": "constant", "tokens": tokens},
         "optimizer": {"lr": 3e-3},
         "training": {"run_dir": str(folder), "total_tokens": tokens * steps, "dtype": "fp32"},
@@ -192,7 +192,7 @@ def trial(
     alone, disturbed, done = folder / "alone", folder / f"seed-{seed}", folder / f"seed-{seed}-faults"
     done.mkdir(parents=True, exist_ok=True)
     for run in (alone, disturbed):
-        run.with_suffix(".yaml").write_text(yaml.safe_dump(config(run, text, steps)))
+        run.with_suffix(".yaml").write_text(yaml.safe_dump(config(run, text, steps, ranks)))
     os.environ.update(CHAOS="{}", CHAOS_DONE=str(done), CHAOS_RUN=str(disturbed))
     if not alone.exists() and (code := launch(ranks, hosts, ["train", f"{alone}.yaml"], folder / "alone.log")):
         sys.exit(f"the undisturbed run has ended with exit code {code}: {folder / 'alone.log'}")
