@@ -26,11 +26,12 @@ from sagetrain.data.tokenizer import Tokenizer
 # The slowest files come first. Files are dealt out to processes whole, and the suite would wait for a slow file that
 # begins last.
 SLOW = """
-mixture pipeline fsdp engine replayed optimizers hosts faults resume sage_compile plan linear_precision transformer
-families context_parallel engine_options loading_memory accounting guides linear_schedule compare hopper_backward
-mma_backward hopper_forward parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor
-copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass init_from
-stores sage_accuracy notebooks noise_scale spikes
+mixture pipeline fsdp faults stores accounting replayed optimizers hosts resume guides linear_precision transformer plan
+families context_parallel engine engine_options loading_memory linear_schedule compare hopper_backward mma_backward
+hopper_forward hopper_int8 spare_hosts keeper chaos parallel checkpoint report replay kinds layouts spike_policies
+monitor copies linear_errors mma_forward packaging sources quant_noise noise_runs lm_eval init_from experts run_parts
+api architecture in_memory_restarts layer_norms huggingface qk_norm_rope saving first_pass sage_accuracy notebooks
+noise_scale pipeline_plan printed_plan spikes
 """
 
 torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.
