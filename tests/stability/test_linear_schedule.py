@@ -19,7 +19,6 @@ from sagetrain.engines.build_engine import build_engine
 from sagetrain.inference.load import load_run
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import Sage, Sdpa
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Taken
@@ -155,14 +154,14 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
 def graphs_of_functions() -> list[int]:
     """Return the number of graphs after each attention function, which trains; the first one evaluates too. Linear
     layers are in 8 bits in all blocks but the first and the last, and then in 16 bits everywhere."""
-    groups = ParallelGroups.single()
+    groups = tiny.join(2)
     shape = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 96}
     linear = {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 1}
-    model = tiny.model(tiny.config(1, model=shape, linear=linear), groups)
+    cfg = tiny.config(1, model=shape, parallel={"sequence_parallel": True}, linear=linear)
+    model = tiny.model(cfg, groups, partition=None)
     model.functions = ATTENTION[:1] * 3
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compile_blocks(model, "eager")
+    tiny.compile_first_rank(model, "eager")
     tokens, graphs = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB, []
     for _ in range(2):
         for function in ATTENTION:
@@ -182,7 +181,7 @@ def test_every_function_in_8_and_16_bits_is_compiled() -> None:
     """torch by default ends a run that makes more than 8 graphs of one function. A block's graph depends on its own
     layers and on the next block's, whose input it gathers. There are three kinds in 8 bits, and each is compiled for
     training by both functions and for evaluation by one, which makes 9 graphs. All of them are in 16 bits at last."""
-    graphs = graphs_of_functions()
+    graphs = run_distributed(graphs_of_functions, 2)[0]
     assert [after - before for before, after in pairwise(graphs)] == [3, 0, 0]
 
 
