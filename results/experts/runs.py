@@ -22,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -178,17 +179,30 @@ def evaluated(engine: Engine, cfg: RunConfig, valid: Text, exact: bool) -> dict:
     return found
 
 
-def worker(arm: str, asked: argparse.Namespace) -> None:
+class Study(NamedTuple):
+    """The runs of a page. head-loss and window-loss have others."""
+
+    arms: dict[str, tuple[dict, dict]]
+    """The arithmetic of each arm. `bf16` trains the common halves."""
+    config: Callable[[str, int], RunConfig]
+    """The configuration of an arm, with so many tokens a step."""
+    evaluated: Callable[[Engine, RunConfig, Text, bool], dict]
+    """Evaluate a finished run, with the last argument also in 16 bits."""
+    table: Callable[[list[dict]], None]
+    """Print what the rows of all runs say."""
+
+
+def worker(arm: str, asked: argparse.Namespace, study: Study) -> None:
     device = init_distributed(timeout_minutes=10)
     torch.set_num_threads(2)
     text, valid = Text(asked.text / "train.xz"), Text(asked.text / "valid.xz")
-    cfg, out, tokens = config(arm, asked.tokens), asked.out, asked.tokens
+    cfg, out, tokens = study.config(arm, asked.tokens), asked.out, asked.tokens
     engine, started = tiny.alone(cfg, device, VOCAB), time.time()
     peak = RATES.get(tokens, 1e-3)
     # Everything is compiled before a half is awaited: the passes of a step and of an evaluation.
     one = LENGTH * MICRO
     train(engine, text, 0, one, 2, lambda step: 0.0)
-    evaluated(engine, cfg, valid, arm not in ("bf16", "band"))
+    study.evaluated(engine, cfg, valid, arm not in ("bf16", "band"))
     each = list[float]()
     for _ in range(3 if asked.steps else 7):
         begun = time.time()
@@ -226,7 +240,8 @@ def worker(arm: str, asked: argparse.Namespace) -> None:
         peak, after = RATES.get(size, 1e-3), given["steps"] * tokens // LENGTH
         losses, loads = train(engine, text, seed, size, steps, lambda step: peak * (1 - (step + 0.5) / steps), after)
         row = {"arm": arm, "seed": seed, "tokens": size, "steps": steps, "losses": losses, "loads": loads}
-        write(out, row | evaluated(engine, cfg, valid, arm not in ("bf16", "band")) | {"took": time.time() - begun})
+        found = study.evaluated(engine, cfg, valid, arm not in ("bf16", "band"))
+        write(out, row | found | {"took": time.time() - begun})
         print(f"{arm}, {size} tokens a step, seed {seed}: {losses[-1]:.4f} in {time.time() - begun:.1f} s", flush=True)
 
     for seed in range(asked.first, asked.first + asked.most):
@@ -300,7 +315,7 @@ def table(rows: list[dict]) -> None:
             print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
 
 
-def compared(rows: list[dict], title: str, what: str) -> None:
+def compared(rows: list[dict], arms: Iterable[str], title: str, what: str) -> None:
     """Print the differences to 16 bits of the same seed, for arms that differ in one operation.
 
     Args:
@@ -311,7 +326,7 @@ def compared(rows: list[dict], title: str, what: str) -> None:
     last = lambda row: sum(row["losses"][-(row["steps"] // 10 or 1) :]) / (row["steps"] // 10 or 1)  # noqa: E731
     print(f"\n{title}{sorted({row['steps'] for row in rows})} steps of a half\n")
     print(f"| {what} | training | held out | rounding the finished model |\n|---|---|---|---|")
-    for arm in ARMS:
+    for arm in arms:
         pairs = [
             (found[arm, seed], found["bf16", seed]) for name, seed in found if name == arm and ("bf16", seed) in found
         ]
@@ -323,7 +338,11 @@ def compared(rows: list[dict], title: str, what: str) -> None:
         print(f"| {arm} | {' | '.join(cells)} |", flush=True)
 
 
-def main() -> None:
+STUDY = Study(ARMS, config, evaluated, table)
+"""That of this page."""
+
+
+def main(study: Study = STUDY) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text", type=Path)
     parser.add_argument("out", type=Path)
@@ -333,14 +352,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--most", type=int, default=8, help="the most seeds, if there is time")
     parser.add_argument("--steps", type=int, default=0, help="of a half; 0: as many as fit")
-    parser.add_argument("--arms", nargs="*", default=list(ARMS))
+    parser.add_argument("--arms", nargs="*", default=list(study.arms))
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--then", help="TOKENS:STEPS, other second halves of the same first ones")
     parser.add_argument("--only")
     parser.add_argument("--scratch", type=Path)
     asked = parser.parse_args()
     if asked.only:
-        worker(asked.only, asked)
+        worker(asked.only, asked, study)
         return
     asked.out.mkdir(parents=True, exist_ok=True)
     until, running = time.time() + asked.seconds, []
@@ -356,7 +375,7 @@ def main() -> None:
                     process.kill()
             time.sleep(0.5)
     files = sorted(asked.out.glob("rows-*.jsonl"))
-    table([json.loads(line) for path in files for line in path.read_text().splitlines()])
+    study.table([json.loads(line) for path in files for line in path.read_text().splitlines()])
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ ATTENTION = {"backend": "sage", "recipe": "scores"} if torch.cuda.is_available()
 if runs.SMALL:
     SHAPE = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
 HEADS = {"bf16": "bf16", "band": "bf16", "fp8": "fp8", "int8": "int8"}
-runs.ARMS = {arm: (ATTENTION, {"precision": "int8", "recipe": "rowwise", "head": head}) for arm, head in HEADS.items()}
+ARMS = {arm: (ATTENTION, {"precision": "int8", "recipe": "rowwise", "head": head}) for arm, head in HEADS.items()}
 
 
 def config(arm: str, tokens: int) -> RunConfig:
-    attention, linear = runs.ARMS[arm]
+    attention, linear = ARMS[arm]
     return tiny.config(
         1,
         "bf16",
@@ -60,10 +60,8 @@ def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> 
 
 def table(rows: list[dict]) -> None:
     """Print the differences to 16 bits of the same seed."""
-    runs.compared(rows, "", "head")
+    runs.compared(rows, ARMS, "", "head")
 
-
-runs.config, runs.evaluated, runs.table = config, evaluated, table
 
 if __name__ == "__main__":
-    runs.main()
+    runs.main(runs.Study(ARMS, config, evaluated, table))

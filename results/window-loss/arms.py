@@ -29,7 +29,7 @@ SHAPE = {"num_layers": 12, "hidden_size": 512, "ffn_hidden_size": 1536, "num_att
 if runs.SMALL:
     SHAPE = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
 SIXTEEN = {"precision": "bf16"}
-runs.ARMS = {
+ARMS = {
     "bf16": ({"backend": "sdpa"}, SIXTEEN),
     "band": ({"backend": "sdpa"}, SIXTEEN),
     "scores": ({"backend": "sage", "recipe": "scores"}, SIXTEEN),
@@ -38,7 +38,7 @@ runs.ARMS = {
 
 
 def config(arm: str, tokens: int) -> RunConfig:
-    attention, linear = runs.ARMS[arm]
+    attention, linear = ARMS[arm]
     windows = {"tokens": WINDOW, "pattern": "WWWF"} if WINDOW else None
     return tiny.config(
         1,
@@ -71,10 +71,8 @@ def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> 
 
 def table(rows: list[dict]) -> None:
     """Print the differences to 16 bits of the same seed."""
-    runs.compared(rows, f"window {WINDOW or 'none'}, ", "attention")
+    runs.compared(rows, ARMS, f"window {WINDOW or 'none'}, ", "attention")
 
-
-runs.config, runs.evaluated, runs.table = config, evaluated, table
 
 if __name__ == "__main__":
     if "--window" in sys.argv:  # Of all processes that this one starts.
@@ -82,4 +80,4 @@ if __name__ == "__main__":
         os.environ["WINDOW"] = sys.argv[place + 1]
         del sys.argv[place : place + 2]
         WINDOW = int(os.environ["WINDOW"])
-    runs.main()
+    runs.main(runs.Study(ARMS, config, evaluated, table))
