@@ -1,23 +1,22 @@
 """The weights of linear layers that ranks gather in 8 bits at ZeRO 3 (parallel.gather_8_bits).
 
 Each rank rounds its rows once after an update, along rows for the output and along columns for the gradient of x. The
-scale of a column belongs to the rows of all ranks, so one all-reduce of largest magnitudes comes before. A forward pass
-gathers the codes and scales of rows, a backward pass the codes of columns, and both of them if it recomputes the block.
-The products read what was gathered (Matmul.keep), so no micro-step rounds weights. The codes are those of the whole
-weights.
+scale of a column belongs to the rows of all ranks, so one all-reduce of largest magnitudes comes before, and one
+all-gather of the scales of rows behind. A forward pass gathers the codes of rows, a backward pass the codes of columns,
+and both of them if it recomputes the block. The products read what was gathered (Matmul.keep), so no micro-step rounds
+weights. The codes are those of the whole weights.
 
 FSDP calls `fsdp_pre_all_gather` of a shard for what it sends, and `fsdp_post_all_gather` with what has come. It takes
-both from plain tensors, too. The weight that autograd gives a gradient to has the shape and the dtype of the whole
-weight, but no memory. A pass that multiplies in another way (a probe, or a part of the run in 16 bits) gathers the
-whole weights.
+both from plain tensors, too. The first weight of a block sends the bytes of all of them, because each call costs the
+host. The weight that autograd gives a gradient to has the shape and the dtype of the whole weight, but no memory. A
+pass that multiplies in another way (a probe, or a part of the run in 16 bits) gathers the whole weights.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -42,11 +41,13 @@ class GatheredCodes:
     def __init__(self, model: Transformer, ranks: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.whole = False
         """If set, the whole weights are gathered."""
-        self._ranks, self._layers, self._stale = ranks, list[_Layer](), True
+        self.model, self.ranks, self.dtype, self._stale = model, ranks, dtype, True
+        self._layers: list[_Layer] = []
         for number, block in zip(model.numbers, model.blocks, strict=True):
-            for layer in cast(Block, block).linear_layers.values():
-                if isinstance(layer.matmul, LowBit):
-                    self._layers.append(_Layer(layer, self, ranks.size(), dtype, partial(_again, model, number)))
+            every = cast(Block, block).linear_layers.values()
+            if layers := [_Layer(layer, ranks.size(), dtype) for layer in every if isinstance(layer.matmul, LowBit)]:
+                self._layers += layers
+                _Block(layers, self, number)
 
     def written(self) -> None:
         """Note that masters were written: the next gather renews all codes."""
@@ -57,105 +58,144 @@ class GatheredCodes:
         """Round this rank's rows of all layers, if masters were written; collective."""
         if not self._stale:
             return
-        largest = [largest_of(layer.own()) for layer in self._layers]
-        of_columns = torch.cat([each[-layer.columns :] for each, layer in zip(largest, self._layers, strict=True)])
-        if self._ranks.size() > 1:
-            dist.all_reduce(of_columns, dist.ReduceOp.MAX, group=self._ranks)
-        parts = of_columns.split([layer.columns for layer in self._layers])
-        for layer, own, columns in zip(self._layers, largest, parts, strict=True):
+        layers = self._layers
+        largest = [largest_of(layer.own()) for layer in layers]
+        of_columns = torch.cat([each[-layer.columns :] for each, layer in zip(largest, layers, strict=True)])
+        if self.ranks.size() > 1:
+            dist.all_reduce(of_columns, dist.ReduceOp.MAX, group=self.ranks)
+        parts = of_columns.split([layer.columns for layer in layers])
+        scales = [
             layer.renew(own[: -layer.columns], columns)
+            for layer, own, columns in zip(layers, largest, parts, strict=True)
+        ]
+        self._spread(torch.cat(scales).view(-1))
         self._stale = False
+
+    def _spread(self, scales: Tensor) -> None:
+        """Give all ranks the scales of this rank's rows of all layers, one behind the other."""
+        every = scales.new_empty(self.ranks.size(), len(scales))
+        dist.all_gather_into_tensor(every.view(-1), scales, group=self.ranks)
+        parts = [part for layer in self._layers for part in layer.scales]
+        if parts:
+            torch._foreach_copy_(parts, every.split([part.shape[1] for part in parts], 1))
 
 
 class _Layer:
-    """The codes of a layer: this rank's rows of them, and what was gathered."""
+    """The codes of a layer, as its products read them."""
 
-    def __init__(
-        self, layer: LinearLayer[Any], codes: GatheredCodes, shards: int, dtype: torch.dtype, again: Callable[[], bool]
-    ) -> None:
+    def __init__(self, layer: LinearLayer[Any], shards: int, dtype: torch.dtype) -> None:
         # FSDP asks this very tensor, and `to_local` returns a view of it.
         self.masters: list[Tensor] = [cast(Any, weight)._local_tensor for weight in layer.weights]
-        self.matmul = matmul = layer.matmul
-        self.layer, self.codes, self.shards, self.dtype, self.again = layer, codes, shards, dtype, again
-        assert isinstance(matmul, LowBit)
+        self.layer, self.matmul, self._dtype = layer, cast(LowBit, layer.matmul), dtype
         self.rows, self.columns = [len(master) for master in self.masters], self.masters[0].shape[1]
-        self.per_row, whole, device = matmul.per_row, shards * sum(self.rows), self.masters[0].device
+        whole, device, self._per_row = shards * sum(self.rows), self.masters[0].device, self.matmul.per_row
 
         def rounded(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-            codes = torch.empty(rows, columns, dtype=matmul.number, device=device)
-            return codes, torch.empty(rows if self.per_row else 1, 1, dtype=torch.float32, device=device)
+            codes = torch.empty(rows, columns, dtype=self.matmul.number, device=device)
+            return codes, torch.empty(rows if self._per_row else 1, 1, dtype=torch.float32, device=device)
 
         self.kept = *rounded(whole, self.columns), *rounded(self.columns, whole)
-        """The tensors that Matmul.keep returns for the whole weights. Codes, and the scales of rows, have memory while
-        they are needed."""
-        self.along_rows = self.kept[: 1 + self.per_row]
-        self.along_columns = self.kept[2:3]
-        give_back(*self.along_rows, *self.along_columns)
-        starts = [shards * sum(self.rows[:place]) for place in range(len(self.rows))]
-        self.parts = [_Part(self, *each) for each in zip(self.masters, starts, strict=True)]
+        """The tensors that Matmul.keep returns for the whole weights. Codes have memory while they are needed."""
+        self.codes = self.kept[0], self.kept[2]
+        give_back(*self.codes)
+        # Autograd does not notice what is written to `data`.
+        of_weights = self.kept[1].data.split([shards * rows for rows in self.rows]) if self._per_row else ()
+        self.scales = [part.view(shards, -1) for part in of_weights]
+        """The scales of each weight's rows, [ranks, rows of a rank]. Empty if rows have no scales of their own."""
+        self.sent: list[Tensor] = []
+        """The words that this rank sends: codes of rows for each weight, then codes of columns for each."""
 
     def own(self) -> Tensor:
         """Return this rank's rows of all weights as the model reads them."""
-        return torch.cat([master.to(self.dtype) for master in self.masters])
+        own = [master.to(self._dtype) for master in self.masters]
+        return own[0] if len(own) == 1 else torch.cat(own)
 
-    def renew(self, of_rows: Tensor, of_columns: Tensor) -> None:
-        """Round this rank's rows.
+    def renew(self, of_rows: Tensor, of_columns: Tensor) -> Tensor:
+        """Round this rank's rows, and return their scales, or nothing if rows have no scales of their own.
 
         Args:
             of_rows, of_columns: the bits of the largest magnitudes of these rows, and of the columns of all ranks.
         """
-        if not self.per_row:
+        if not self._per_row:
             of_rows, of_columns = (of_columns.max().expand_as(each) for each in (of_rows, of_columns))
         largest = torch.cat((of_rows, of_columns))
-        (codes, scale), (turned, turned_scale) = quantize_both(self.own(), self.kept[0].dtype, True, largest)
+        (codes, scale), (turned, turned_scale) = quantize_both(self.own(), self.matmul.number, True, largest)
         self.kept[3].data.copy_(turned_scale[: len(self.kept[3])])
-        if not self.per_row:
+        if not self._per_row:
             self.kept[1].data.copy_(scale[:1])
-        turned = turned[:, : len(codes)]
-        every = codes.split(self.rows), scale.split(self.rows), turned.split(self.rows, 1)
-        for part, *own in zip(self.parts, *every, strict=True):
-            part.write(*own)
+        # Turned codes have zeros behind the last row.
+        parts = *codes.split(self.rows), *turned[:, : len(codes)].split(self.rows, 1)
+        torch._foreach_copy_(self.sent, [part.view(torch.uint8).view(self.sent[0].dtype) for part in parts])
+        return scale if self._per_row else scale[:0]
 
 
-class _Part:
-    """A weight of a layer. FSDP asks its master for what travels."""
+class _Block:
+    """What travels for a block. FSDP asks each of its weights, and the first one answers for all of them."""
 
-    def __init__(self, layer: _Layer, master: Any, start: int) -> None:
-        self._layer, self._master, self._start = layer, master, start
-        rows, columns = master.shape
-        self._codes, self._scales = rows * columns, 4 * rows * layer.per_row
-        # The scales of rows lie between both codes, so what one pass sends is as long as what the other sends.
-        self._sent = torch.empty(2 * self._codes + self._scales, dtype=torch.uint8, device=master.device)
-        self._word = torch.int64 if rows % 8 == 0 else torch.uint8
-        """The words in which codes are copied to their places. A GPU takes as long for a byte as for eight."""
-        self._whole: Tensor | None = None
+    def __init__(self, layers: Sequence[_Layer], codes: GatheredCodes, number: int) -> None:
+        self._layers, self._codes, self._number, self._shards = layers, codes, number, codes.ranks.size()
+        self._masters = masters = [master for layer in layers for master in layer.masters]
+        device, sizes = masters[0].device, [master.numel() for master in masters]
+        # The codes of rows, and those of columns. What one pass sends is as long as what the other sends.
+        self._sent = torch.empty(2, sum(sizes), dtype=torch.uint8, device=device)
+        # A GPU takes as long to copy a byte as to copy eight.
+        self._word = torch.int64 if all(n % 8 == 0 for master in masters for n in master.shape) else torch.uint8
+        of_rows, of_columns = (iter(half.split(sizes)) for half in self._sent)
+        for layer in layers:
+            rows = [next(of_rows).view(-1, layer.columns) for _ in layer.rows]
+            columns = [next(of_columns).view(layer.columns, -1) for _ in layer.rows]
+            layer.sent = [part.view(self._word) for part in (*rows, *columns)]
+        shapes = [(self._shards * len(master), *master.shape[1:]) for master in masters]
+        self._whole = [torch.empty(shape, dtype=codes.dtype, device=device) for shape in shapes]
+        give_back(*self._whole)
+        self._held: list[Tensor] = []
+        """The tensors that have memory in this pass. FSDP has this very list, and gives them back behind the pass."""
+        self._copies: dict[_What, tuple[list[Tensor], list[Tensor]]] = {}
+        """The places of all weights, and what has come for them."""
         self._received: Tensor | None = None
         self._stream: Any = None
+        self._first: Tensor | None = None
+        for master, whole in zip(masters, self._whole, strict=True):
+            self._answer(master, whole)
+
+    def _answer(self, master: Any, whole: Tensor) -> None:
+        """Let a weight's master answer FSDP."""
+        # FSDP wants a tensor of each weight where a single rank has all of them.
+        nothing = () if self._shards > 1 else (self._sent.new_empty(0),)
+
+        def send(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], Any]:
+            self._first = master if self._first is None else self._first
+            if master is not self._first:
+                return nothing, None
+            sent, what = self._send()
+            return (sent,), what
+
+        def receive(
+            received: Sequence[Tensor], what: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        ) -> tuple[Tensor, list[Tensor]] | None:
+            if master is self._first:
+                self._receive(*received, what, whole=out is None)
+            return (whole, self._held if master is self._first else []) if out is None else None
+
         # FSDP reads the signature before each gather, which takes the host longer than all else of it.
-        send: Any = partial(self._send)
-        send.__signature__ = inspect.signature(self._send)
-        master.fsdp_pre_all_gather, master.fsdp_post_all_gather = send, self._receive
+        cast(Any, send).__signature__ = inspect.signature(send)
+        master.fsdp_pre_all_gather, master.fsdp_post_all_gather = send, receive
 
-    def write(self, codes: Tensor, scale: Tensor, turned: Tensor) -> None:
-        """Keep the codes of this rank's rows, and their scales, for gathers."""
-        parts = self._sent.split([self._codes, self._scales, self._codes])
-        for part, values in zip(parts, (codes, scale, turned), strict=True):
-            if part.numel():
-                part.copy_(values.contiguous().view(torch.uint8).view(-1))
-
-    def _send(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], Any]:
+    def _send(self) -> tuple[Tensor, _What]:
         """Return the bytes that this rank sends, and what they are."""
-        layer, codes, backward = self._layer, self._codes, in_backward()
+        codes, layers, backward = self._codes, self._layers, in_backward()
         # A backward pass reads what its forward pass has read.
-        narrow = bool(layer.layer.kept) if backward else layer.layer.matmul is layer.matmul
-        if layer.codes.whole or not narrow:
-            what, sent = (False, False), self._master.to(layer.dtype).view(-1).view(torch.uint8)
+        narrow = all(bool(each.layer.kept) if backward else each.layer.matmul is each.matmul for each in layers)
+        if codes.whole or not narrow:
+            what = _What(False, False)
+            sent = torch.cat([master.to(codes.dtype).view(-1) for master in self._masters]).view(torch.uint8)
         else:
-            layer.codes.renew()
-            what = not backward or layer.again(), backward
-            sent = self._sent[0 if what[0] else codes : len(self._sent) if what[1] else codes + self._scales]
-        self._fit(layer.shards * len(sent))
-        return (sent,), what
+            codes.renew()
+            what = _What(not backward or _again(codes.model, self._number), backward)
+            sent = self._sent[1 - what.rows : 1 + what.columns].view(-1)
+        self._held.clear()
+        self._fit(self._shards * len(sent))
+        return sent, what
 
     def _fit(self, size: int) -> None:
         """Let FSDP receive so many bytes. It takes it that a weight always has the same number of them."""
@@ -167,47 +207,51 @@ class _Part:
         with torch.cuda.stream(self._stream):  # The memory is used there.
             self._received.resize_(size)
 
-    def _receive(
-        self, received: Sequence[Tensor], what: tuple[bool, bool], dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """Take the bytes of all ranks. FSDP gives the memory of the tensors that the first call returns back when a
-        pass has ended, and makes it anew before it calls this function again."""
-        layer, (got,), shards = self._layer, received, self._layer.shards
-        if self._whole is None or self._received is None:
-            self._received = got if got._base is None else got._base
-            self._whole = torch.empty(shards * len(self._master), layer.columns, dtype=dtype, device=got.device)
-        self._stream = torch.cuda.current_stream() if got.is_cuda else None
-        rows, columns = what
-        if rows or columns:
-            layer.layer.kept = layer.kept
-            self._place(got.view(self._word).view(shards, -1), rows, columns)
-            give_back(*(() if rows else layer.along_rows), *(() if columns else layer.along_columns))
-            if out is not None:
-                give_back(self._whole)
-        else:
-            layer.layer.kept = ()
-            self._whole.data.view(-1).view(torch.uint8).copy_(got)
-            give_back(*layer.along_rows, *layer.along_columns)
-        give_back(self._received)
-        of_layer = *layer.along_rows, *layer.along_columns
-        return None if out is not None else (self._whole, [self._whole, *(of_layer if layer.parts[0] is self else ())])
+    def _receive(self, got: Tensor, what: _What, whole: bool) -> None:
+        """Take the bytes of all ranks.
 
-    def _place(self, received: Tensor, rows: bool, columns: bool) -> None:
-        """Write the codes of all ranks, [ranks, words], where the layer reads them. Autograd does not notice it."""
-        layer, start, word = self._layer, self._start, self._word
-        stop = start + layer.shards * len(self._master)
-        codes, scale, turned, _ = layer.kept
-        own, scales = self._codes // word.itemsize, self._scales // word.itemsize
-        if rows:
-            take_back(*layer.along_rows)
-            codes.data[start:stop].view(word).view(len(received), -1).copy_(received[:, :own])
-            if layer.per_row:
-                sent = received[:, own : own + scales]
-                scale.data[start:stop].view(-1).view(word).view(len(received), -1).copy_(sent)
-        if columns:
-            take_back(*layer.along_columns)
-            sent = received[:, -own:].unflatten(1, (layer.columns, -1)).transpose(0, 1)
-            turned.data[:, start:stop].view(word).unflatten(1, (len(received), -1)).copy_(sent)
+        Args:
+            whole: give whole weights their memory in any case. FSDP makes its own views of them.
+        """
+        received = got if got._base is None else got._base
+        if self._received is not received:
+            self._received = received
+            self._copies.clear()
+        self._stream = torch.cuda.current_stream() if got.is_cuda else None
+        narrow = any(what)
+        for layer in self._layers:
+            layer.layer.kept = layer.kept if narrow else ()
+            self._held += [codes for codes, needed in zip(layer.codes, what, strict=True) if needed]
+        if whole or not narrow:
+            self._held += self._whole
+        take_back(*self._held)
+        if what not in self._copies:
+            places = list(self._places(what))
+            come = got.view(self._word).view(self._shards, -1)
+            parts = come.split([place.numel() // self._shards for place in places], 1)
+            self._copies[what] = places, [part.view(at.shape) for at, part in zip(places, parts, strict=True)]
+        torch._foreach_copy_(*self._copies[what])
+        give_back(received)
+
+    def _places(self, what: _What) -> Iterator[Tensor]:
+        """Yield the places of all weights in the order in which they travel, the ranks' parts along the first dim."""
+        wholes = [] if any(what) else self._whole
+        rows = [(layer.codes[0], layer.rows) for layer in self._layers if what.rows]
+        columns = [(layer.codes[1], layer.rows) for layer in self._layers if what.columns]
+        for codes, counts in [*((each, [len(each) // self._shards]) for each in wholes), *rows]:
+            for part in codes.data.split([self._shards * count for count in counts]):
+                yield part.view(torch.uint8).view(self._word).view(self._shards, -1)
+        for codes, counts in columns:
+            for part in codes.data.split([self._shards * count for count in counts], 1):
+                words = part.view(torch.uint8).view(self._word)
+                yield words.unflatten(1, (self._shards, -1)).transpose(0, 1)
+
+
+class _What(NamedTuple):
+    """What a block's gather carries: codes of rows, codes of columns, or the whole weights if it is neither."""
+
+    rows: bool
+    columns: bool
 
 
 def _again(model: Transformer, number: int) -> bool:
