@@ -337,11 +337,6 @@ def _empty(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Roun
     )
 
 
-def largest_of(x: Tensor) -> Tensor:
-    """Return what largest_twin returns, on a GPU by the kernel."""
-    return largest_triton(x, per_row=True) if x.is_cuda else largest_twin(x)
-
-
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

@@ -102,22 +102,10 @@ def _model_state(cfg: RunConfig, layout: Layout, size: int, codes: MemoryItem) -
 
 def _codes(cfg: RunConfig, head: MatmulCost | None) -> MemoryItem:
     """Estimate the 8-bit weights that linear layers keep, and the output projection if it is here."""
-    bytes_ = 2 * _eight(cfg) + (_head_codes(head) if head else 0)
-    return MemoryItem("8-bit weights", bytes_, "codes of linear layers, as they are and transposed")
-
-
-def shorter_gather(cfg: RunConfig) -> float:
-    """Return the bytes by which parallel.gather_8_bits makes the gather of a block shorter, in the mean of both passes.
-    A backward pass that recomputes the block gathers codes both ways, which are as long as 16 bits."""
-    if not cfg.parallel.gather_8_bits:
-        return 0
-    return _eight(cfg) / cfg.model.num_layers / (2 if rank_of(cfg).recomputes else 1)
-
-
-def _eight(cfg: RunConfig) -> int:
-    """Return the weights of linear layers in 8 bits of a tensor-parallel rank."""
     every = _matmuls(cfg, rank_of(cfg)) if cfg.linear.low_bit else ()
-    return sum(blocks * layer.weights for blocks, layer in every if layer.precision.forward == cfg.linear.precision)
+    eight = sum(blocks * layer.weights for blocks, layer in every if layer.precision.forward == cfg.linear.precision)
+    bytes_ = 2 * eight + (_head_codes(head) if head else 0)
+    return MemoryItem("8-bit weights", bytes_, "codes of linear layers, as they are and transposed")
 
 
 def _head_codes(head: MatmulCost) -> int:
@@ -152,11 +140,8 @@ def _fsdp_state(cfg: RunConfig, layout: Layout, size: int, codes: MemoryItem) ->
     slots = [MemoryItem("gather slots", 2 * element * block // shards, "of two blocks' shards")] if shards > 1 else []
     if stage == 3:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
-        # Passes that measure errors gather whole weights with parallel.gather_8_bits, too.
         gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
-        bytes_ = 2 * _eight(cfg) // shards if cfg.parallel.gather_8_bits else 0
-        own = MemoryItem("8-bit weights", bytes_, f"codes of linear layers, both ways, 1/{shards} of them")
-        return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer, own, *slots]
+        return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer, *slots]
     several = max(cfg.tokens_per_step.named_tokens.values()) > layout.micro_step
     if layout.reduced == "never":
         held = MemoryItem("gradients", 4 * size, "fp32, kept for good")

@@ -38,7 +38,6 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.batch import Batch
 from sagetrain.engines.gather import how_gathered
-from sagetrain.engines.gathered_codes import GatheredCodes
 from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
 from sagetrain.engines.gradients import StepGradients
 from sagetrain.engines.hooks import Hooks
@@ -97,7 +96,6 @@ class FsdpEngine(BaseEngine):
             "offload": offload,
             "micro_steps": f"launched by the host: {by_host}" if by_host else "as CUDA graphs",
         }
-        codes = GatheredCodes(model, ranks.shards, dtype) if cfg.parallel.gather_8_bits and cfg.linear.low_bit else None
         gathered = gather_once(model, self.units, stay=resident)
         rules = groups_of(model.every_spec.values(), cfg)
         of_rank = model, parameters, self.units, groups, device
@@ -118,7 +116,7 @@ class FsdpEngine(BaseEngine):
                 timed = cfg.training.cuda_graphs == "auto"
                 self._traversal = Replayed(self, record, whole, sums, timed)
         else:
-            self._weights = GatheredWeights(*of_model, codes)
+            self._weights = GatheredWeights(*of_model)
             # At ZeRO 2 and 3 gradients come to the host in every micro-step.
             self._sums = (HostSums if offload != "none" and stage > 1 else ShardedSums)(parameters, masters)
         apart = [unit.module for unit in self.units if unit.apart]

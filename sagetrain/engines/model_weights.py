@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sagetrain.engines.gathered_codes import GatheredCodes
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.sharding import Unit
 from sagetrain.engines.whole_weights import WholeWeights
@@ -20,7 +19,6 @@ class GatheredWeights:
     Args:
         gathered: the tensors that the model computes with, by name, for each unit (sharding.gather_once).
         kept: the 8-bit weights that blocks keep from one update to the next. None: they keep none.
-        codes: the weights that are gathered in 8 bits. None: all are gathered as the model reads them.
     """
 
     def __init__(
@@ -29,9 +27,8 @@ class GatheredWeights:
         units: Sequence[Unit],
         gathered: Sequence[Mapping[str, Tensor]],
         kept: KeptWeights | None,
-        codes: GatheredCodes | None = None,
     ) -> None:
-        self._model, self._modules, self._kept, self._codes = model, [unit.module for unit in units], kept, codes
+        self._model, self._modules, self._kept = model, [unit.module for unit in units], kept
         self._apart = [unit.module for unit in units if unit.apart]
         leaves = {name: leaf for group in gathered for name, leaf in group.items()}
         self.leaves = {name: leaves[name] for name in model.specs}
@@ -51,8 +48,6 @@ class GatheredWeights:
         """Note that masters were written: every block renews its 8-bit weights in its next forward pass, once for all
         micro-batches of a step."""
         self._stale: dict[nn.Module, int] = {module: number for number, module in enumerate(self._modules)}
-        if self._codes:
-            self._codes.written()
 
     def reload(self) -> None:
         """Renew all that depends on the masters, which were changed outside of a step: the next pass gathers them."""
@@ -61,11 +56,10 @@ class GatheredWeights:
         self.written()
 
     def gather(self) -> None:
-        """Gather all weights as the model reads them, and make all of them ready for a forward pass."""
-        with changed({(self._codes, "whole"): True} if self._codes else {}):
-            for module in self._modules:
-                module.unshard()
-                self._enter(module)
+        """Gather all weights, and make all of them ready for a forward pass."""
+        for module in self._modules:
+            module.unshard()
+            self._enter(module)
 
     def _enter_apart(self) -> None:
         """Gather the weights of modules that are never called."""

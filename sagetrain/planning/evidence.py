@@ -138,8 +138,6 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield "activations in the host's memory"
     if cfg.linear.low_bit:
         yield f"linear layers in {cfg.linear.precision}"
-        if cfg.parallel.gather_8_bits:  # The recorded runs were slower for the host's work, which is not priced.
-            yield "weights gathered in 8 bits"
     if cfg.linear.head != "bf16":
         yield f"output projection in {cfg.linear.head}"
     if cfg.model.experts:

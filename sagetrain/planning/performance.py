@@ -21,7 +21,6 @@ from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import flops_per_token, fsdp_groups, muon_parameters, muon_shapes, overlaps, rank_of
 from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives, expert_exchanges
 from sagetrain.costs.hardware import Hardware
-from sagetrain.costs.memory import shorter_gather
 from sagetrain.costs.operations import (
     AttentionCost,
     MatmulCost,
@@ -408,8 +407,7 @@ class _Step:
             purpose: str, kind: str, times: int, alone: int, width: float, part: tuple[int, int], beside: float
         ) -> Iterator[CollectiveTime]:
             count = times * self.cfg.model.num_layers
-            size = width * block - (shorter_gather(self.cfg) if purpose == "weights" else 0)
-            blocks = self._collective("data", purpose, kind, count, int(size), part)
+            blocks = self._collective("data", purpose, kind, count, int(width * block), part)
             yield _beside(blocks, times * beside)
             yield self._collective("data", f"{purpose} outside of blocks", kind, alone, int(width * outside), part)
 

@@ -1,14 +1,12 @@
-"""8-bit weights that CUDA graphs renew are those that the host's launches make. Steps with weights that are gathered in
-8 bits at ZeRO 3 have the bits of steps without them."""
+"""8-bit weights that CUDA graphs renew are those that the host's launches make."""
 
 from unittest.mock import patch
 
 import pytest
 import torch
 
-import gathered_codes
 import tiny
-from on_gpu import needs_gpu, world_of_one  # noqa: F401
+from on_gpu import needs_gpu
 from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.engines import kept_weights
 from sagetrain.engines.kept_weights import KeptWeights
@@ -58,14 +56,3 @@ def test_graphs_renew_weights_in_place(precision: str, shape: ModelConfig) -> No
         for layer, tensors in zip(layers, own, strict=True):
             layer.kept = tensors  # The graph writes into these.
     assert len(launches) == 2 * 2 + 1, "a block is launched once and captured once, and the one in 16 bits anew"
-
-
-@pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("name", [
-    "fp8 rowwise, Muon, bf16",
-    pytest.param("fp8 tensorwise, recomputed", marks=pytest.mark.long),
-    pytest.param("int8 rowwise, selective", marks=pytest.mark.long),
-    pytest.param("fp8 rowwise_bf16_wgrad, watched", marks=pytest.mark.long),
-])  # fmt: skip
-def test_gathered_codes_take_the_same_steps(name: str) -> None:
-    gathered_codes.check(gathered_codes.both_ways([name]))

@@ -148,7 +148,7 @@ def test_kernels_stand_alone():
 
 
 def test_only_these_files_import_kernels():
-    """The model uses attention, QK-norm and experts, collectives and gathered codes the casts of linear layers, and
+    """The model uses attention, QK-norm and experts, collectives the casts of linear layers, and
     optimizers kernels of their own, with the memory that these update. The choices of `auto` and the measurements of
     errors use kernels as well, sums of gradients one of their own, and what records micro-steps sees whether they are
     observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals are no
@@ -162,7 +162,6 @@ def test_only_these_files_import_kernels():
     names = (
         *attention,
         *choices,
-        "engines/gathered_codes",
         "engines/gradient_sums",
         "engines/replayed",
         "model/attention",

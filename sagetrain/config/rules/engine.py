@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
-from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import deepspeed
 from sagetrain.config.rules.findings import About, no_effect, not_proven
@@ -26,17 +24,6 @@ WITH_ACTIVATIONS_ON_HOST: dict[str, tuple[object, ...]] = {
 }
 """The values that were proven with training.activation_offload, of each key that asks for it. Other values are errors.
 A proof opens a value here, or removes the line if all values have one."""
-WITH_WEIGHTS_IN_8_BITS: dict[str, tuple[object, ...]] = {
-    "parallel.zero_stage": (3,),
-    "parallel.engine": ("fsdp", "auto"),
-    "parallel.gradient_reduction": ("fp32",),
-    "deepspeed": ({},),
-    "parallel.offload": ("none",),
-    "training.activation_offload": (False,),
-    "model.experts": (None,),
-    "stability.replay.every_steps": (None,),
-}
-"""The values that were proven with parallel.gather_8_bits, as those above."""
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -50,8 +37,6 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if cfg.training.activation_offload:
         feature, without = "training.activation_offload", "activation_offload: false"
         yield from not_proven(cfg, WITH_ACTIVATIONS_ON_HOST, "activations_not_offloaded", feature, without)
-    if cfg.parallel.gather_8_bits:
-        yield from _weights_in_8_bits(cfg, layout)
     if layout.engine == "deepspeed":
         yield from deepspeed.findings(cfg, layout)
         return
@@ -74,27 +59,6 @@ def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
     if cfg.parallel.shard_size is not None and cfg.parallel.zero_stage == 0:
         why = "zero_stage 0, where every rank has all weights"
         yield no_effect("parallel.shard_size", cfg.parallel.shard_size, why)
-
-
-def _weights_in_8_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
-    """Find settings that do not go with weights that are gathered in 8 bits."""
-    key, linear = "parallel.gather_8_bits", cfg.linear
-    if not may_be_low_bit(cfg):
-        yield no_effect(key, True, f"linear.precision {linear.precision}: no layer is in 8 bits")
-        return
-    yield from not_proven(cfg, WITH_WEIGHTS_IN_8_BITS, "weights_in_8_bits", key, "gather_8_bits: false")
-    yield About("weights_in_8_bits_speed", key, True).warning(
-        "made 3B on two H200s 0.73 times as fast: the host's work for each gather, which was cut since and not timed",
-        "time a few steps with and without it on your GPUs",
-        "results/log/layouts.md",
-    )
-    taken = [layer for layer in linear_layers(cfg.model, layout.tensor).values() if linear.takes(layer)]
-    uneven = {weight: rows for layer in taken for weight, rows in layer.outputs.items() if rows % layout.shards}
-    for weight, rows in list(uneven.items())[:1]:
-        yield About("weights_in_8_bits", key, True).error(
-            f"gathers as many rows from each rank, and {layout.shards} ranks do not divide the {rows} rows of {weight}",
-            "use another number of ranks, or gather_8_bits: false",
-        )
 
 
 def _offload(cfg: RunConfig) -> Iterator[Finding]:

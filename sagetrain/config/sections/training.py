@@ -61,12 +61,6 @@ class ParallelConfig(Section):
     """Number of neighbouring data- and context-parallel ranks that shard the model between them at zero_stage 1 to 3
     (hybrid sharding). The other ranks hold copies of these shards, and only gradients travel between copies: the GPUs
     of a host, for instance, where links between hosts are slow. Not with engine deepspeed. Default: all shard."""
-    gather_8_bits: bool = False
-    """Gather the weights of linear layers in 8 bits at zero_stage 3 (linear.precision fp8 or int8), as the products
-    read them. Each rank rounds its rows once a step, and no micro-step rounds weights. Losses and gradients have the
-    same bits as without it. A forward and a backward pass gather half the bytes each, and a backward pass that
-    recomputes the block as many as without it. A rank keeps the codes of its rows, 2 bytes for each of their elements.
-    """
     offload: Literal["none", "optimizer", "all"] = "none"
     """State that a rank keeps in the host's memory, so that it takes none of the GPU's. optimizer: master weights,
     gradients that are reduced, and moments; the CPU makes the update. It needs zero_stage 1 or 2. all: the weights as
