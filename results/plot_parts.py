@@ -98,7 +98,9 @@ def gaps(page: str, name: str, unit: str) -> Callable[[Figure], None]:
             means, widths = zip(*(interval(row[kind]) for row in rows), strict=True)
             places = [row + 0.2 * shift for row in range(len(rows))]
             panel.errorbar(means, places, xerr=widths, fmt="o", markersize=4, capsize=3, label=kind)
-        panel.set_yticks([row + 0.1 for row in range(len(rows))], [name.format_map(row) for row in rows], fontsize=8)
+        names = [plain(name.format_map(row)) for row in rows]
+        panel.set_yticks([row + 0.1 for row in range(len(rows))], names, fontsize=8)
+        panel.tick_params(axis="x", labelsize=8)
         panel.invert_yaxis()
         panel.axvline(0, color="black", linewidth=0.8)
         panel.set_xlabel(unit)

@@ -366,6 +366,11 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "trainer": ("trainer.png", 2.4, trainer),
     "which-attention": ("which-attention.png", 4.4, which_attention),
     "width-rule": ("rates.png", 3.6, width_rule),
+    "window-loss": (
+        "gap.png",
+        2.4,
+        gaps("window-loss", "{attention}, window: {window}", "loss less that of 16 bits, nats"),
+    ),
 }
 """Each page's file, its height in inches, and the function that draws it."""
 

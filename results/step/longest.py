@@ -97,6 +97,7 @@ def run(side: str) -> dict:
 
 
 rows = []
+asked.out.mkdir(parents=True, exist_ok=True)
 for side in SIDES:
     gc.collect()
     if time.monotonic() - BEGAN > asked.seconds - 40:

@@ -4,7 +4,7 @@
 
 results/experts/runs.py does the work and says what TEXT is and what the other options do. The model is dense, of 43M
 parameters: with a window, three of four layers have it, the fourth has full attention. Linear layers are in 16 bits in
-all arms. No test runs this script, and results/log/attention.md names its commits.
+all arms. No test runs this script, and the page names its commit.
 """
 
 from __future__ import annotations

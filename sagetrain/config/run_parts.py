@@ -18,11 +18,12 @@ from itertools import groupby
 from sagetrain.config.errors import Finding
 from sagetrain.config.schema import RunConfig, Stage, StagedTokens
 
-_RENAMED = {
+KEYS_OF_STAGES = {
     "data.seq_length": "seq_length",
     "data.micro_batch_size": "micro_batch_size",
     "model.rope_scaling": "rope_scaling",
 }
+"""The keys that a part of a run takes from its stages, and their names there."""
 
 
 def lengths_of(cfg: RunConfig) -> StagedTokens | None:
@@ -88,12 +89,12 @@ def with_keys_of_stages(findings: Iterable[Finding], part: RunConfig) -> Iterato
     it."""
     schedule = lengths_of(part)
     for finding in findings:
-        for key, name in _RENAMED.items():
+        for key, name in KEYS_OF_STAGES.items():
             if schedule and schedule.is_part and (finding.key == key or finding.key.startswith(f"{key}.")):
                 behind = finding.key.removeprefix(key)
                 finding = replace(finding, key=f"tokens_per_step.stages.{first_stage(part)}.{name}{behind}")
         if schedule and schedule.is_part and finding.key.startswith("tokens_per_step.stages."):
-            for key, name in _RENAMED.items():
+            for key, name in KEYS_OF_STAGES.items():
                 finding = replace(
                     finding, fix=finding.fix.replace(key, f"tokens_per_step.stages.{first_stage(part)}.{name}")
                 )

@@ -353,8 +353,11 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
 
 
 def _new_positions(seq_length: int, before: Positions, ours: Identity) -> Iterator[Finding]:
-    """Yield a warning if sequences are longer than those that the weights were trained on, with the same RoPE."""
-    if 0 < before.length < seq_length and before.rope == ours.rope:
+    """Yield a warning if sequences are longer than those that the weights were trained on, with a RoPE that is not
+    slower."""
+    theta, scaling = (before.rope.get(key) for key in ("rope_theta", "rope_scaling"))
+    slower = ours.rope["rope_theta"] > (theta or 0) or ours.rope["rope_scaling"] not in (scaling, None)
+    if 0 < before.length < seq_length and not slower:
         yield About("new_positions", "data.seq_length", seq_length).warning(
             f"the model of training.init_from was made for sequences of {before.length:,} tokens, and RoPE rotates "
             "later positions by angles that its weights have never met: its loss begins higher there",

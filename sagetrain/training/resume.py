@@ -16,7 +16,7 @@ from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, saved_config
 from sagetrain.config.rules.data import ORDER
-from sagetrain.config.run_parts import lengths_of, part_at, parts
+from sagetrain.config.run_parts import KEYS_OF_STAGES, lengths_of, part_at, parts
 from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
 from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
 from sagetrain.data import verify
@@ -138,8 +138,10 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
 
 
 def changed(cfg: RunConfig, folder: Location) -> list[str]:
-    """Return lines `key: old -> new` for the settings that differ from those that a checkpoint was written with."""
-    return changed_settings(saved_config(folder / "config.yaml"), cfg.model_dump(mode="json"))
+    """Return lines `key: old -> new` for the settings that differ from those that a checkpoint was written with. What a
+    part of a run takes from its stages differs from part to part, and is in the schedule."""
+    lines = changed_settings(saved_config(folder / "config.yaml"), cfg.model_dump(mode="json"))
+    return [line for line in lines if not (lengths_of(cfg) and line.startswith(tuple(KEYS_OF_STAGES)))]
 
 
 def last_step(state: RunState, cfg: RunConfig) -> int:

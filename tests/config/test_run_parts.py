@@ -97,6 +97,24 @@ def test_plan_has_memory_and_time_of_each_part() -> None:
     assert plan.errors == 0 and len(plan.proposed) == 1
 
 
+@pytest.mark.parametrize(
+    ("second", "third", "warned"),
+    [
+        (LONG, None, []),
+        ({**LONG, "rope_scaling": None}, None, [1]),
+        (LONG, {**LONG, "rope_scaling": None}, [2]),
+        (LONG, {**SHORT, "micro_batch_size": 2, "seq_length": 8192}, [2]),
+        (LONG, SHORT, []),
+        (LONG, {**LONG, "seq_length": 65536}, [2]),
+    ],
+)
+def test_positions_that_no_stage_met_with_a_rope_are_said(second, third, warned) -> None:
+    """A stage that drops the scaling has the RoPE of the stages without it, however long those between were."""
+    stages = [SHORT, second, *([{**third, "from_tokens": 1572864, "tokens": 131072}] if third else [])]
+    found = [f for f in check(config(*stages), 1, files=False) if f.rule == "new_positions"]
+    assert [f.key for f in found] == [f"tokens_per_step.stages.{place}.seq_length" for place in warned]
+
+
 def test_steps_are_counted_over_all_parts() -> None:
     """Later steps have twice the tokens. A run has 26 steps, and a shorter one ends in the first part."""
     half = {"training": {"total_tokens": 100_000, "run_dir": "none"}, "lr_schedule": {"batch_rule": "linear"}}

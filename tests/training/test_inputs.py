@@ -280,6 +280,8 @@ def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World, mon
     assert planned(world, "error") == "" and "new_positions" not in planned(world, "warning")
     world.begin("data.seq_length=64", "data.micro_batch_size=4")
     assert "made for sequences of 32 tokens, and RoPE rotates later positions" in planned(world, "warning")
+    world.begin("model.rope_theta=5000")  # A faster RoPE is no remedy.
+    assert "new_positions" in planned(world, "warning")
     world.begin("model.rope_theta=500000")  # The longer phase has a RoPE of its own.
     assert planned(world, "error") == "" and "new_positions" not in planned(world, "warning")
     world.resume()

@@ -74,6 +74,8 @@ def test_the_first_part_is_a_plain_run_and_says_so(tmp_path, corpus, whole) -> N
         f"sequences of {length} tokens up to {256 * end:,} tokens, in training and in data.valid"
         for length, end in ((32, BORDER), (64, STEPS))
     ]
+    resumed = [event["text"] for event in events if event["kind"] == "resume"]
+    assert resumed == ["resumed at 2,048 tokens with 1 rank"], "what a stage has is no change of the user's"
     state = json.loads((whole / f"checkpoints/step-{STEPS:08d}/manifest.json").read_text())["state"]
     window = state["controllers"]["spikes"]["window"]
     assert len(window) == STEPS - BORDER, "losses of other sequences are no measure of a spike"

@@ -72,7 +72,7 @@ def _borders(cfg: RunConfig, schedule: StagedTokens) -> Iterator[Finding]:
         yield About("text_again", key, every[1].data.seq_length).info(
             "reads the files of data.train in an order of its own: some of the text was read in earlier stages",
         )
-    for before, part in pairwise(every):
+    for number, part in enumerate(every[1:], 1):
         place, length = first_stage(part), part.data.seq_length
         key = f"tokens_per_step.stages.{place}"
         begin = next((row.from_tokens for row in rows if row.from_tokens >= starts[place]), None)
@@ -82,10 +82,14 @@ def _borders(cfg: RunConfig, schedule: StagedTokens) -> Iterator[Finding]:
                 "whose sequences the run is counted from there on",
                 f"use {neighbours(begin, length)}, and tokens per step before it that reach it",
             )
-        if length > before.data.seq_length and part.model.rope_scaling == before.model.rope_scaling:
+        scaling = part.model.rope_scaling
+        earlier = (each for each in every[:number] if each.model.rope_scaling == scaling)
+        met = max((each.data.seq_length for each in earlier), default=0)
+        if length > met and (met or scaling is None):
+            than = f"the {met} of the stages before" if met else "what the stages before have"
             yield About("new_positions", f"{key}.seq_length", length).warning(
-                f"is longer than the {before.data.seq_length} of the stage before, with the same RoPE, which rotates "
-                "later positions by angles that the weights have never met: the loss is higher there at first",
+                f"is longer than {than} with the same RoPE, which rotates later positions by angles that the weights "
+                "have never met: the loss is higher there at first",
                 "give the stage a rope_scaling, or train for many tokens",
             )
 
