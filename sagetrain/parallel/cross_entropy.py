@@ -259,15 +259,9 @@ def _compiled_kernels() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[
 
 
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Multiply x [rows, hidden_size] by an fp32 scalar, in fp32, a part of the rows at a time.
+    """Multiply x [rows, hidden_size] by an fp32 scalar, in fp32.
 
     To multiply a 16-bit x by a scalar, torch would round the scalar to 16 bits. All gradients of a step would then be
-    wrong by one common factor.
+    wrong by one common factor. A tensor of two dims is no scalar: torch multiplies in fp32, and rounds as it writes.
     """
-    if x.dtype == scale.dtype:
-        return x * scale
-    result = torch.empty_like(x)
-    rows = max(1, _CHUNK_LOGITS // 16 // x.shape[1])
-    for part, scaled in zip(x.split(rows), result.split(rows), strict=True):
-        scaled.copy_(part.float() * scale)
-    return result
+    return torch.mul(x, scale.view(1, 1), out=torch.empty_like(x))
