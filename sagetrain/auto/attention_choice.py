@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from sagekernels.admission import LIMITS, Admission, Attend, admit, seconds_per_step
+from sagekernels.backends import serving
+from sagekernels.launch import capability
 from sagekernels.qk_norm_rope import qk_norm_rope
 from sagekernels.testing import Shape
 from sagetrain.auto.kept import kept_attention
@@ -148,9 +150,14 @@ def _kinds(model: ModelConfig, shape: Shape, seq_length: int) -> dict[Shape, flo
 
 def _measure(candidates: Mapping[str, AttentionConfig], kinds: Mapping[Shape, float], calls: RankCalls) -> TimeTable:
     """Time each candidate that is admitted, at each kind of layer."""
-    seconds, remarks = {}, list[str]()
+    seconds, remarks = dict[str, float](), list[str]()
     place: dict[str, Any] = {"dtype": calls.dtype, "device": calls.device}
+    known = f"sage {serving(capability(calls.device), next(iter(kinds)).head_dim).fastest}"
     for name, settings in candidates.items():
+        # The kernels of the other recipe take seconds to compile.
+        if settings.backend == "sage" and name != known and math.isfinite(seconds.get(known, math.inf)):
+            remarks.append(f"{name}: not timed, since {known} was measured to be faster on such GPUs")
+            continue
         function = attention_function(settings.backend, settings, calls.device)
         attend = _plain(function)
         limits = LIMITS[settings.recipe if settings.backend == "sage" else "fine"]

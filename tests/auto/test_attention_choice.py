@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
+from sagekernels.hopper import HOPPER
 from sagekernels.testing import Shape
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.auto import settled as settling
@@ -145,6 +146,24 @@ def test_layers_with_a_window_are_timed_with_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention_choice, "token_layout", lambda *how: layout(*how[:-1]))
     measured = attention_choice._measure(found, kinds, calls)
     assert measured.times == {"attention": dict.fromkeys(found, math.inf)}
+
+
+@pytest.mark.parametrize(("known", "admitted", "timed"), [
+    ("scores", True, ["sage scores", "sdpa"]), ("scores", False, ["sage scores", "sage fine", "sdpa"]),
+    (None, True, ["sage scores", "sage fine", "sdpa"]),
+])  # fmt: skip
+def test_a_recipe_that_is_known_to_be_the_faster_one_is_timed_alone(
+    known: str | None, admitted: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_choice, "serving", lambda *_: HOPPER._replace(fastest=known))
+    verdict = attention_choice.Admission(admitted, "", {})
+    monkeypatch.setattr(attention_choice, "admit", lambda *_, **__: verdict)
+    monkeypatch.setattr(attention_choice, "seconds_per_step", lambda *_, **__: 1.0)
+    recipes = {f"sage {recipe}": AttentionConfig(recipe=recipe) for recipe in ("scores", "fine")}
+    calls = RankCalls(1, 1, False, 1, 40, torch.device("cpu"), torch.float32)
+    found = {**recipes, "sdpa": AttentionConfig(backend="sdpa")}
+    measured = attention_choice._measure(found, {Shape(2, 40, 40, 2, 2, 16): 1.0}, calls)
+    assert list(measured.times["attention"]) == timed and len(measured.remarks) == 3
 
 
 class Stream:
