@@ -152,7 +152,7 @@ def test_layers_with_a_window_are_timed_with_it(monkeypatch: pytest.MonkeyPatch)
     ("scores", True, ["sage scores", "sdpa"]), ("scores", False, ["sage scores", "sage fine", "sdpa"]),
     (None, True, ["sage scores", "sage fine", "sdpa"]),
 ])  # fmt: skip
-def test_a_recipe_that_is_known_to_be_the_faster_one_is_timed_alone(
+def test_a_recipe_known_to_be_faster_is_timed_alone(
     known: str | None, admitted: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_choice, "serving", lambda *_: HOPPER._replace(fastest=known))
