@@ -13,8 +13,6 @@ from torch import nn
 
 import tiny
 from distributed import run_distributed
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.rules import fit
 from sagetrain.config.rules.deepspeed import PROVEN
@@ -201,13 +199,11 @@ def losses_when_told(root: str, cases: list[tuple[int, str]]) -> dict[tuple, tup
             gc.freeze()  # memory_breakdown collects garbage before each of its lines.
             first = tiny.global_step(engine, 0).loss
             folder = Path(root) / f"{stage}{dtype}{number}"
-            saver = tiny.saver(folder, groups)
-            saver.start(tiny.run_state(1, 0), "", engine.owned(), {})
-            saver.wait()
+            tiny.save(folder, groups, tiny.run_state(1), engine.owned())
             later = resumed = [tiny.global_step(engine, step).loss for step in (1, 2)]
             if number:
                 engine = tiny.engine(cfg, groups, seed=11)
-                reading.load_engine(Reader(folder / on_disk.folder_name(1)), engine, 1)
+                tiny.load(engine, folder)
                 resumed = [tiny.global_step(engine, step).loss for step in (1, 2)]
             found[stage, dtype, number] = [first, *later], later, resumed
     return found

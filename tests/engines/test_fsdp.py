@@ -21,8 +21,6 @@ import late_copies
 import tiny
 from distributed import run_distributed
 from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.config.errors import TrainingError
 from sagetrain.config.layout import Layout
@@ -415,14 +413,12 @@ def in_dtype(root: str, dtype: str, groups: dict) -> tuple[dict[str, list], dict
     for name in layouts:
         first = engine(name, 3)
         tiny.global_step(first, 0)
-        saver = tiny.saver(Path(root) / name, first.groups)
-        saver.start(tiny.run_state(1, 0), "", first.owned(), {})
-        saver.wait()
+        tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
         later[name] = tiny.going_on(first)
     for name, following in zip(layouts, [*layouts[1:], *layouts], strict=False):
         for other in (name, following) if "fsdp" in name else (following,):
             second = engine(other, 11)
-            reading.load_engine(Reader(Path(root) / name / on_disk.folder_name(1)), second, 1)
+            tiny.load(second, Path(root) / name)
             resumed[name, other] = tiny.going_on(second)
     return later, resumed
 

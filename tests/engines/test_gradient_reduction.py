@@ -13,10 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from distributed import run_distributed
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
 from sagetrain.engines.protocol import Engine
-from sagetrain.parallel.rng import rng_state
 
 BY_DEEPSPEED = {"engine": "deepspeed"}
 OVERLAP, OWNERS = {"overlap_comm": True}, {"use_multi_rank_bucket_allreduce": False}
@@ -112,12 +109,10 @@ def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
     for way in ("1", "1 in bf16", "2, overlapped"):
         engine, folder = engine_of(way), Path(root) / way
         steps(engine, 0, 1)
-        writer = tiny.saver(folder, engine.groups)
-        writer.start(tiny.run_state(1, 64), "{}", engine.owned(), rng_state())
-        writer.wait()
+        tiny.save(folder, engine.groups, tiny.run_state(1, 64), engine.owned())
         dist.barrier()
         before = steps(engine, 1, 3)
-        reading.load_engine(Reader(folder / on_disk.folder_name(1)), engine, optimizer_steps=1)
+        tiny.load(engine, folder)
         found[way] = before, steps(engine, 1, 3)
     return found
 

@@ -14,8 +14,6 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.config.layout import Layout
 from sagetrain.data.batch import Batch
@@ -366,15 +364,12 @@ def saved_and_continued(
         own, counted = batches(first.groups, 4, sequences)
         first.step(own, len(own), 0.05, Observers(judge=lambda metrics: Verdict(apply=False)), counted)
         assert all(map(torch.equal, before, state_of(first))), f"{name}: a refused step has changed something"
-        saver = tiny.saver(Path(root) / name, first.groups)
-        saver.start(tiny.run_state(1, 0), "", first.owned(), {})
-        saver.wait()
+        tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
         found[name, "left alone"] = tiny.going_on(first, sequences)
-        folder = Path(root) / name / on_disk.folder_name(1)
         second = engine(other, 11)
-        reading.load_engine(Reader(folder), second, 1)
+        tiny.load(second, Path(root) / name)
         found[name, other] = tiny.going_on(second, sequences)
-        reading.load_engine(Reader(folder), first, 1)
+        tiny.load(first, Path(root) / name)
         assert all(map(torch.equal, before, state_of(first))), f"{name}: a rewound engine has another state"
         found[name, name] = tiny.going_on(first, sequences)
     return found

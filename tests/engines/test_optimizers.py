@@ -16,8 +16,6 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from sagekernels.muon import orthogonalize
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.engines.protocol import Engine, Observers
@@ -217,15 +215,13 @@ def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list
         engine = tiny.engine(cfg, joined)
         first = [tiny.global_step(engine, step) for step in range(2)]
         folder = Path(root) / f"{dist.get_world_size()}-{number}"
-        saver = tiny.saver(folder, joined)
-        saver.start(tiny.run_state(2, 0), "", engine.owned(), {})
-        saver.wait()
+        tiny.save(folder, joined, tiny.run_state(2), engine.owned())
         before = bits(engine)
         refused = tiny.global_step(engine, 9, observers=Observers(judge=lambda metrics: Verdict(apply=False)))
         assert not refused.applied and bits(engine) == before
         later = tiny.global_step(engine, 0)
         again = tiny.engine(cfg, joined, seed=11)
-        reading.load_engine(Reader(folder / on_disk.folder_name(2)), again, 2)
+        tiny.load(again, folder, 2)
         assert tiny.global_step(again, 0).loss == later.loss and bits(again) == bits(engine), (tp_size, stage, how)
         found.append((how, [x for r in (*first, later) for x in (r.loss, r.grad_norm)]))
     return found

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.batch import Batch
@@ -259,9 +258,7 @@ def saved_and_continued(root: str) -> tuple[dict[str, list], dict[tuple[str, str
     for name in LAYOUTS:
         first = engine(name, 3)
         tiny.global_step(first, 0)
-        saver = tiny.saver(Path(root) / name, first.groups)
-        saver.start(tiny.run_state(1, 0), "", first.owned(), {})
-        saver.wait()
+        tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
         before = [kept.read(kind).clone() for kept in first.owned() for kind in kept.kinds]
         tiny.global_step(first, 4, observers=refused)
         after = [kept.read(kind) for kept in first.owned() for kind in kept.kinds]
@@ -270,7 +267,7 @@ def saved_and_continued(root: str) -> tuple[dict[str, list], dict[tuple[str, str
     for name, following in zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS], strict=False):
         for other in (name, following) if name != "context 4" else (following,):
             second = engine(other, 11)
-            reading.load_engine(Reader(Path(root) / name / on_disk.folder_name(1)), second, 1)
+            tiny.load(second, Path(root) / name)
             resumed[name, other] = tiny.going_on(second)
     return later, resumed, unchanged
 

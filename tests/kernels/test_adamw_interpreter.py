@@ -27,7 +27,7 @@ if INSIDE:
         assert_same_bits(1100, "int8", "fp32", scale=scale)
 
     def test_mistakes_are_found(monkeypatch):
-        find(monkeypatch, lambda: assert_same_bits(1500, "int8", "fp32"), adamw, [
+        find(monkeypatch, lambda: assert_same_bits(1100, "int8", "fp32"), adamw, [
             ("_decoded", "other=ZERO", "other=0"),
             ("_encode", "127 - near", "126 - near"),
             ("_encode", "+ 0.5", "+ 1.1"),
@@ -44,14 +44,14 @@ if INSIDE:
 
     def test_many_updates_are_near_those_of_torch():
         """The optimizer calls torch's AdamW on a CPU, which rounds products and sums together, in another order."""
-        spec, optimizers = TensorSpec("weight", (3000,), None, None, "gain", 0), []
+        spec, optimizers = TensorSpec("weight", (1100,), None, None, "gain", 0), []
         for kernel in (True, False):
-            piece = TensorPiece(spec, 0, 1, 0, 3000, torch.zeros(3000))
+            piece = TensorPiece(spec, 0, 1, 0, 1100, torch.zeros(1100))
             optimizers.append(AdamW([piece], OptimizerConfig(lr=1e-3, moments="int8"), 0, 0.1))
             optimizers[-1]._in_one_pass = kernel
-        for update in range(1, 7):
+        for update in range(1, 6):
             for optimizer in optimizers:
-                optimizer.step([gradients(3000, update)], 1e-3, update, 0.7)
+                optimizer.step([gradients(1100, update)], 1e-3, update, 0.7)
         ours, theirs = ([optimizer.weights[0].read(), optimizer.state[0]] for optimizer in optimizers)
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-9)
         for kind, state in ours[1].items():

@@ -15,8 +15,6 @@ import tiny
 from distributed import of_first_rank, run_distributed
 from runs import finish, sagetrain, write_config
 from sagekernels.lowbit import RECIPES, LowBit
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
@@ -29,7 +27,6 @@ from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import layers
 from sagetrain.parallel.layers import shard
-from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.training import build_run as building
 from sagetrain.training.build_run import build
@@ -344,9 +341,7 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     check_kept(engine, "at first")
     tiny.global_step(engine, 0)
     check_kept(engine, "after a step")
-    writer = tiny.saver(Path(root), engine.groups)
-    writer.start(tiny.run_state(1, 64), "{}", engine.owned(), rng_state())
-    writer.wait()
+    tiny.save(Path(root), engine.groups, tiny.run_state(1, 64), engine.owned())
     losses = [tiny.global_step(engine, step, sequences=8).loss for step in (1, 2)]
     tokens = torch.arange(tiny.SEQ + 1)[None] % tiny.VOCAB
     batch = Batch(tokens[:, :-1], tokens[:, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
@@ -355,8 +350,7 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     tiny.global_step(engine, 3)
     assert engine.evaluate([batch]) != held_out
     check_kept(engine, "after a step that follows one")
-    reader = Reader(Path(root) / on_disk.folder_name(1))
-    reading.load_engine(reader, engine, optimizer_steps=1)
+    tiny.load(engine, Path(root))
     check_kept(engine, "after a checkpoint was loaded")
     assert [tiny.global_step(engine, step, sequences=8).loss for step in (1, 2)] == losses
     assert engine.evaluate([batch]) == held_out

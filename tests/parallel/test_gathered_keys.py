@@ -15,8 +15,6 @@ import tiny
 from counted import block_activation_bytes, run_config, saved_bytes_per_token
 from distributed import of_first_rank, run_distributed
 from kernel_inputs import chunk_bounds
-from sagetrain.checkpoint import on_disk, reading
-from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.data.batch import Batch
@@ -233,13 +231,11 @@ def saved_and_continued(root: str) -> dict[str, list[float]]:
     for name in names:
         first = engine(name, 3)
         tiny.global_step(first, 0)
-        saver = tiny.saver(Path(root) / name, first.groups)
-        saver.start(tiny.run_state(1, 0), "", first.owned(), {})
-        saver.wait()
+        tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
         found[name] = tiny.going_on(first)
     for name, following in zip(names, names[1:] + names[:1], strict=True):
         second = engine(following, 11)
-        reading.load_engine(Reader(Path(root) / name / on_disk.folder_name(1)), second, 1)
+        tiny.load(second, Path(root) / name)
         found[f"{name} to {following}"] = tiny.going_on(second)
     return found
 

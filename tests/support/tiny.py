@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch._dynamo.guards
 
+from sagetrain.checkpoint import reading
 from sagetrain.checkpoint.on_disk import folder_name
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.join import init_distributed
@@ -215,6 +217,11 @@ def save(root: Path, groups: ParallelGroups, state: RunState, pieces: Sequence[O
     writer.start(state, "{}", pieces, rng_state())
     writer.wait()
     return root / folder_name(state.step)
+
+
+def load(engine: Engine, root: Path, step: int = 1) -> None:
+    """Load the checkpoint of a step that `save` has saved."""
+    reading.load_engine(Reader(root / folder_name(step)), engine, step)
 
 
 def run_state(step: int = 0, tokens: int = 0, **more) -> RunState:
