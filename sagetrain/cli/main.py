@@ -15,6 +15,7 @@ import typer
 
 from sagetrain import __version__
 from sagetrain.cli.compare import compare
+from sagetrain.cli.diagnose import diagnose
 from sagetrain.cli.doctor import doctor
 from sagetrain.cli.evaluate import evaluate
 from sagetrain.cli.exits import Errors, warn
@@ -37,6 +38,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "generate": generate,
     "compare": compare,
+    "diagnose": diagnose,
     "doctor": doctor,
     "report": report,
 }

@@ -61,11 +61,13 @@ class Monitor:
     Layers that quantize nothing at the time are skipped, so they may change while training.
     """
 
-    def __init__(self, config: MonitorConfig, model: Transformer, gains: OwnedGains) -> None:
+    def __init__(
+        self, config: MonitorConfig, model: Transformer, gains: OwnedGains, scores: int = SAMPLE_SCORES
+    ) -> None:
         self.every = EVERY_STEPS if config.every_steps == "auto" else config.every_steps
         count = model.config.num_layers
         self.chosen = set(range(count)) if config.layers == "all" else {layer % count for layer in config.layers}
-        self._model, self._gains = model, gains
+        self._model, self._gains, self._scores = model, gains, scores
 
     @property
     def layers(self) -> list[int]:
@@ -83,6 +85,23 @@ class Monitor:
         pairs = zip(self._model.numbers, self._model.functions, strict=True)
         return [layer for layer, function in pairs if function.quantized]
 
+    @contextmanager
+    def micro_batch(self, turn: int, num_sequences: int, length: int) -> Iterator[None]:
+        """Measure the forward and backward pass through the whole model inside of this context.
+
+        Args:
+            turn: number of the measurement; another one takes another sample.
+            num_sequences: sequences on this rank (with its context-parallel group).
+
+        Raises:
+            RuntimeError: the calls of attention were not those of one forward and one backward pass.
+        """
+        watched, blocks = self._watched(turn, num_sequences, length), range(self._model.config.num_layers)
+        watched.expect(blocks, backward=False)
+        with watched.passing(blocks, backward=True):
+            yield
+        watched.end()
+
     def _watched(self, turn: int, num_sequences: int, length: int) -> WatchedAttention:
         model, groups = self._model, self._model.groups
         own_tokens = num_sequences * length // groups.cp_size
@@ -93,6 +112,7 @@ class Monitor:
             model.recomputed_blocks,
             parts,
             num_sequences // parts,
+            self._scores,
             turn,
             groups.metrics,
             groups.num_replicas,
@@ -125,6 +145,7 @@ class WatchedAttention:
     """Number of calls of a layer in one pass."""
     sequences: int
     """Number of sequences in one call."""
+    scores: int
     turn: int
     metrics: Metrics
     replicas: int
@@ -159,7 +180,7 @@ class WatchedAttention:
         layer = self.order[self.forwards] if self.forwards < len(self.order) else None
         self.forwards += 1
         if layer in self.layers:
-            sample = Sample.of(call.q, call.k, self.sequences // call.q.shape[0], SAMPLE_SCORES, self.turn)
+            sample = Sample.of(call.q, call.k, self.sequences // call.q.shape[0], self.scores, self.turn)
             self.kept[saved.lse.data_ptr()] = layer, keep(call, sample)
 
     def backward(self, call: BackwardCall, grads: Gradients) -> None:

@@ -212,6 +212,7 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
     (["eval", "none"], 3, "there is no folder none; name the folder of a run"),
     (["generate", "none", "def"], 3, "there is no folder none; name the folder of a run"),
     (["export", "none", "folder"], 3, "there is no folder none; name the folder of a run"),
+    (["diagnose", "none"], 3, "there is no folder none; name the folder of a run"),
     (["import", "none", "run"], 2, "none: no such folder; a model of the Hugging Face hub"),
 ])  # fmt: skip
 def test_a_path_without_a_run_is_refused_before_torch(monkeypatch, capsys, tmp_path, words, code, said) -> None:

@@ -40,18 +40,20 @@ def moved(run: TrainedRun, run_dir: Path, root: Path | None = None) -> tuple[Dat
     return with_data(run, run_dir, root, said.append).cfg.data, said
 
 
-def test_eval_runs_from_another_folder(project, tmp_path, monkeypatch):
-    """The command runs in a folder that holds nothing."""
+def test_eval_and_diagnose_run_from_another_folder(project, tmp_path, monkeypatch):
+    """The commands run in a folder that holds nothing."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(project, tmp_path / "elsewhere/project")
-    done = sagetrain("eval", tmp_path / "elsewhere/project/runs/first", "--num-sequences", "4", "--json")
-    assert done.returncode == 0, done.stderr
-    assert f"data.valid is read from {tmp_path}/elsewhere/project/data/docs/valid" in done.stderr
+    for words in (["eval", "--num-sequences", "4", "--json"], ["diagnose"]):
+        done = sagetrain(words[0], tmp_path / "elsewhere/project/runs/first", *words[1:])
+        assert done.returncode == 0, done.stderr
+        assert f"data.valid is read from {tmp_path}/elsewhere/project/data/docs/valid" in done.stderr
     shutil.move(tmp_path / "elsewhere/project/data/docs", tmp_path / "store")
     lone = tmp_path / "elsewhere/project/runs/first"
-    done = sagetrain("eval", lone)
-    assert done.returncode == 2 and "data.valid: data/docs/valid is not here (looked for from" in done.stderr
-    assert "with --data-root, or copy it there" in done.stderr
+    for command in ("eval", "diagnose"):
+        done = sagetrain(command, lone)
+        assert done.returncode == 2 and "data.valid: data/docs/valid is not here (looked for from" in done.stderr
+        assert "with --data-root, or copy it there" in done.stderr
     found = sagetrain("eval", lone, "--num-sequences", "4", "--json", "--data-root", tmp_path / "store")
     assert found.returncode == 0 and json.loads(found.stdout)["all"]["unigram_loss"] is not None, found.stderr
 

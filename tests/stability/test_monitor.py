@@ -254,11 +254,8 @@ def test_missing_calls_are_an_error() -> None:
     groups = ParallelGroups.single()
     model = tiny.model(config(), groups)
     monitor = Monitor(MonitorConfig(every_steps=1), model, lambda: [])
-    watched, blocks = monitor.watch(1)(SEQUENCES, LENGTH), range(model.config.num_layers)
-    with watched.passing(blocks, backward=False), watched.passing(blocks, backward=True):
+    with pytest.raises(RuntimeError, match="0 forward passes"), monitor.micro_batch(0, SEQUENCES, LENGTH):
         pass
-    with pytest.raises(RuntimeError, match="0 forward passes"):
-        watched.end()
 
 
 def test_steps_that_are_measured() -> None:

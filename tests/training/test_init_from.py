@@ -16,7 +16,9 @@ from runs import finish, log_of, sagetrain
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.config import ConfigError
 from sagetrain.corpus.tokenizer_training import train_tokenizer
+from sagetrain.inference.diagnose import diagnose
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
@@ -144,6 +146,8 @@ def test_what_was_imported_can_be_trained_and_evaluated(first: Path, corpus: Pat
     sections = {"training": training, "optimizer": {"lr": 1e-30}, "attention": {"backend": "sdpa"}}
     config = configured(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections)
     finish("sagetrain", config)
+    with pytest.raises(ConfigError, match="an imported model has no data to be diagnosed on"):
+        diagnose(load_run(tmp_path / "imported", print), [])
     data = str(corpus / "valid")
     losses = [evaluate_texts(load_run(run, print), [data], 32)[0] for run in (tmp_path / "run", first)]
     # Training used INT8 and rows that pad the vocabulary.
