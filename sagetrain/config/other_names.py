@@ -12,6 +12,7 @@ _STEPS = "training.total_tokens, in tokens: steps times tokens_per_step"
 _SAVE = "checkpoint.every_tokens, in tokens: steps times tokens_per_step"
 _DERIVED = "none: it follows from the ranks of the launch and the other sizes of parallel"
 _NO_DROPOUT = "none: there is no dropout"
+_ALL_WEIGHTS = "none: all weights are trained, in 16 bits or more; there are no adapters"
 _PACKED = "none: documents always fill sequences; data.document_attention keeps attention within each"
 
 # Our key for each name, or a text that says what there is. A name with a dot belongs to that section alone.
@@ -73,9 +74,10 @@ _KEYS: dict[str, str] = {
         "model.norm_eps": "rms_norm_eps layer_norm_eps norm_epsilon layernorm_epsilon",
         "model.init_std": "initializer_range init_method_std",
         "model.rope_theta": "rotary_base rope_base rope_freq_base",
+        "model.rope_theta, and model.rope_scaling for another range than the default": "rope_parameters rope_type",
         "model.tie_embeddings": "tie_word_embeddings weight_tying share_embeddings_and_output_weights",
         "data.seq_length": "seq_len sequence_length max_seq_len max_seq_length max_position_embeddings block_size "
-        "context_length",
+        "context_length sequence_len cutoff_len",
         "model.qkv_bias (of q, k and v; no other layer has biases)": "attention_bias mlp_bias bias add_qkv_bias",
         "model.activation (swiglu or geglu)": "hidden_act hidden_activation activation_func",
         "model.windows (tokens, pattern, rope_theta)": "sliding_window window_size sliding_window_pattern",
@@ -127,6 +129,10 @@ _KEYS: dict[str, str] = {
         "training.compile": "torch_compile compile compile_model",
         "training.init_from, for the weights of a run; the same command continues a run": "load load_checkpoint "
         "resume_from_checkpoint pretrained_model_name_or_path initial_load_path from_checkpoint ckpt_path",
+        "training.init_from, a run: `sagetrain import` reads a Hugging Face folder into one": "base_model model_id "
+        "model_name_or_path model_name hf_model",
+        _ALL_WEIGHTS: "lora lora_r lora_alpha lora_rank lora_target_modules peft peft_config use_peft adapter "
+        "finetuning_type load_in_4bit load_in_8bit quantization_bit freeze",
         "none: equal launches give equal bits": "deterministic deterministic_mode use_deterministic_algorithms",
         "training.timeout_minutes": "timeout distributed_timeout_minutes comm init_timeout_seconds "
         "train_timeout_seconds ddp_timeout",
@@ -139,7 +145,9 @@ _KEYS: dict[str, str] = {
         "evaluation.every_tokens, in tokens: steps times tokens_per_step": "eval_interval eval_steps eval_every",
         "evaluation.num_sequences": "eval_iters",
         "data.train, a list of token files of `sagetrain prepare`": "dataset dataset_path data_path data.path "
-        "dataset_name train_data",
+        "dataset_name train_data datasets train_file train_files train_dataset",
+        "data.valid, from `sagetrain prepare --valid-fraction`": "val_set_size val_size valid_data validation_data "
+        "eval_dataset test_datasets validation_split",
         "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_name hf_assets_path",
         "none: samples are always in a random order of training.seed": "shuffle",
         _PACKED: "packing pack sample_packing reset_attention_mask",
