@@ -71,7 +71,7 @@ def check(
     if data or (order and not changed.keys() & {"data.seq_length", "training.seed"}):
         saved = saved_config(reader.folder / "config.yaml")["data"]["train"]
         before, now = (_shown(DataSource.model_validate(each) for each in sources) for sources in (saved, train))
-        why = f"checkpoint {before}, this run {now}"
+        why = f"checkpoint {before}, this run {now}, whose samples are others (the same files may be anywhere)"
         if before == now:
             why = f"{now} has changed since: {', '.join(data or [order])}"
         changed["data.train"] = f"data.train: {why}"

@@ -235,6 +235,7 @@ def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
 
 
 RUN_DIR, WEIGHTS = "Restore these settings, or choose another training.run_dir", "(training.init_from="
+OTHERS = "whose samples are others (the same files may be anywhere)"
 
 
 @pytest.mark.parametrize(("section", "change", "words"), [
@@ -264,12 +265,13 @@ def test_a_resume_on_other_data_is_refused(tmp_path, corpus, alone) -> None:
     (other / "train.json").write_text(json.dumps({**record, "sha256": "0" * 64}))
     config = write_config(tmp_path / "run.yaml", other, run)
     assert start("sagetrain", config).wait(PATIENCE) == 2
-    assert f"another run: data.train: checkpoint {corpus}/train, this run {other}/train. {RUN_DIR}" in log_of(config)
+    now = f"this run {other}/train, {OTHERS}. {RUN_DIR}"
+    assert f"another run: data.train: checkpoint {corpus}/train, {now}" in log_of(config)
 
     more = {"train": [{"path": f"{corpus}/train", "weight": 3.0}, {"path": f"{corpus}/valid"}]}
     config = write_config(tmp_path / "blend.yaml", corpus, run, data=more)
     assert start("sagetrain", config).wait(PATIENCE) == 2
-    assert f"this run {corpus}/train (weight 3.0), {corpus}/valid. {RUN_DIR}" in log_of(config)
+    assert f"this run {corpus}/train (weight 3.0), {corpus}/valid, {OTHERS}. {RUN_DIR}" in log_of(config)
 
     for folder in run.glob("checkpoints/step-*"):
         rewrite(folder, lambda tree: tree["state"]["files"].update({"data.train (checksums in .json)": "0" * 64}))
