@@ -1,0 +1,85 @@
+"""Train a dense model of one of several sizes whose first half is common, in 16 bits and in INT8.
+
+    PYTHONPATH=.:kernels:tests/support python results/int8-size/sizes.py TEXT OUT/130m --size 130m --steps 60
+
+results/experts/runs.py does the work and says what TEXT is and what the other options do. INT8 means attention (scores)
+and linear layers, as in the default where it gains. The peak learning rate is 1e-3 at a width of 512, and falls with
+the width. No test runs this script, and the page names its commit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experts"))
+
+import runs
+import tiny
+from sagetrain.config import RunConfig
+from sagetrain.engines.protocol import Engine
+from sagetrain.model.selection import attention_functions
+
+SIZE = os.environ.get("SIZE", "43m")
+# Layers, width, width of the MLP, heads of queries and of keys, and whether the output projection is the embedding.
+SIZES = {
+    "43m": (12, 512, 1536, 8, 8, True),
+    "130m": (16, 768, 2304, 12, 12, True),
+    "325m": (20, 1024, 3072, 16, 16, True),
+    "1b": (20, 2048, 5632, 16, 4, False),
+}
+KEYS = "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "tie_embeddings"
+SHAPE = dict(zip(KEYS, (2, 64, 128, 2, 2, SIZES[SIZE][5]) if runs.SMALL else SIZES[SIZE], strict=True))
+runs.RATES = {16384: 1e-3 * 512 / SIZES[SIZE][1]}
+
+
+def config(arm: str, tokens: int) -> RunConfig:
+    attention, linear = runs.ARMS[arm]
+    return tiny.config(
+        1,
+        "bf16" if torch.cuda.is_available() else "fp32",
+        model={**SHAPE, "vocab_size": runs.VOCAB},
+        attention={**attention, "qk_norm": "before_rope"},
+        linear=linear,
+        data={"seq_length": runs.LENGTH, "micro_batch_size": runs.MICRO},
+        tokens_per_step={"tokens": tokens},
+        optimizer={"lr": 1e-3},
+        parallel={"engine": "fsdp"},
+        training={"total_tokens": 10**9, "cuda_graphs": "off"},
+    )
+
+
+@torch.no_grad()
+def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> dict:
+    """Evaluate a finished run in its own arithmetic, and one in INT8 in 16 bits as well, both not compiled."""
+    batches = valid.batches(list(range(runs.VALID)))
+    found = {"valid": engine.evaluate(batches)["valid/loss"]}
+    if not exact:
+        return found
+    dtype = torch.bfloat16 if engine.device.type == "cuda" else torch.float32
+    sdpa = cfg.attention.model_copy(update={"backend": "sdpa"})
+    (reference, *_) = attention_functions(sdpa, cfg.model, device=engine.device, dtype=dtype)
+    for name, how in (("own", nullcontext()), ("sixteen", engine.model.exact(reference))):
+        with torch.compiler.set_stance("force_eager"), how:
+            found[name] = engine.evaluate(batches)["valid/loss"]
+    return found
+
+
+def table(rows: list[dict]) -> None:
+    """Print the differences to 16 bits of the same seed."""
+    runs.compared(rows, f"{SIZE}, ", "arithmetic")
+
+
+runs.config, runs.evaluated, runs.table = config, evaluated, table
+
+if __name__ == "__main__":
+    if "--size" in sys.argv:  # Of all processes that this one starts.
+        place = sys.argv.index("--size")
+        os.environ["SIZE"] = sys.argv[place + 1]
+        del sys.argv[place : place + 2]
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    runs.main()
