@@ -106,8 +106,7 @@ class Written:
             return self.compiled(tokens, labels)
 
     def held(self, text: torch.Tensor, places: torch.Tensor) -> float:
-        with torch.no_grad():
-            return float(self.loss(text, places))
+        return float(self.loss(text, places).detach())  # Without gradients it would be compiled once more.
 
 
 class Plain(Written):
@@ -186,9 +185,11 @@ def timed(arm: Arm, seed: int, seconds: float, train: torch.Tensor, valid: torch
 
 
 def worker(name: str, asked: argparse.Namespace, pipe: Connection) -> None:
-    born, device = time.monotonic(), init_distributed(timeout_minutes=10)
+    device = init_distributed(timeout_minutes=10)
     torch.set_num_threads(2)
     train, valid = (text_of(asked.text, kind) for kind in ("train", "valid"))
+    pipe.recv()
+    born = time.monotonic()
     if name in OURS:
         arm: Arm = Ours(name, asked.out, device)
     else:
@@ -229,16 +230,19 @@ def main() -> None:
     asked, born = parser.parse_args(), time.monotonic()
     asked.out.mkdir(parents=True, exist_ok=True)
     spawn, pipes, processes = multiprocessing.get_context("spawn"), dict[str, Connection](), []
-    for name in sorted(asked.arms, key=lambda name: name not in OURS):
+    for name in asked.arms:
         pipes[name], end = spawn.Pipe()
         processes.append(spawn.Process(target=worker, args=(name, asked, end), daemon=True))
         processes[-1].start()
         end.close()
+    for name in sorted(asked.arms, key=lambda name: name not in OURS):
+        pipes[name].send("begin")
         if name in OURS:  # What `auto` stands for is found by times, so nothing else may use the GPU.
             _heard(pipes, name)
     for name in asked.arms:
         for _ in range(1 if name in OURS else 2):
             print(_heard(pipes, name), flush=True)
+    print(f"{time.monotonic() - born:.0f} s until all were ready", flush=True)
     seconds, runs = asked.seconds, asked.seeds * max(len(pipes), 1)
     if asked.total:
         seconds = min(seconds, (asked.total - (time.monotonic() - born)) / runs - 1.5)
