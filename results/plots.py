@@ -292,6 +292,15 @@ def int8_limits(figure: Figure) -> None:
     panels[0].legend(fontsize=8, loc="upper left")
 
 
+def equal_time(figure: Figure) -> None:
+    rows, panel = tables("equal-time")[0], figure.subplots()
+    for row in rows:
+        points = [(number(name), number(cell)) for name, cell in row.items() if name.endswith(" s")]
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=plain(row["arm"]))
+    panel.set(xlabel="seconds of training on one H200", ylabel="bits per byte of held-out text")
+    panel.legend(fontsize=8)
+
+
 def muon_int8(figure: Figure) -> None:
     rows, panel = tables("muon-int8")[0], figure.subplots()
     for name in ("gap under AdamW", "gap under Muon"):
@@ -318,6 +327,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
         4.0,
         ranked("engines", "{engine}, ZeRO {ZeRO}, {linear layers}, {commit}", "tokens/s", "tokens/s on two H100s"),
     ),
+    "equal-time": ("time.png", 3.2, equal_time),
     "experts": (
         "gap.png",
         3.4,
@@ -352,6 +362,11 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "muon": ("step.png", 2.0, muon),
     "muon-loss": ("tuned.png", 2.6, muon_loss),
     "int8-limits": ("rates.png", 3.6, int8_limits),
+    "int8-size": (
+        "size.png",
+        3.2,
+        gaps("int8-size", "{parameters}, {run}", "loss in INT8 less that in 16 bits, nats"),
+    ),
     "muon-int8": ("muon-int8.png", 3.0, muon_int8),
     "offload": ("offload.png", 2.4, ranked("offload", "{`offload`}, ZeRO {ZeRO}", "tokens/s", "tokens/s on two H200s")),
     "one-h100": ("one-h100.png", 2.6, ranked("one-h100", "{model, attention}", "tokens/s", "tokens/s on one H100")),
