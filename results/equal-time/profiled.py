@@ -20,8 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import runs
 import torch
+
+import runs
 
 FOUND = {"attention": {"backend": "sage", "recipe": "scores"}, "linear": {"precision": "bf16"}}
 STEPS, WARM = 4, 12

@@ -42,16 +42,32 @@ BYTES_PER_TOKEN = 3.812
 """Bytes of the held-out text beside its tokens."""
 VALID, POINTS, WARM = 192, 8, 12
 WITHIN = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-TUNED = Knobs(2e-3, 0.75, 1.6e-2, 0.1)
+TUNED, MUON = Knobs(2e-3, 0.75, 1.6e-2, 0.1), Knobs(4e-3, 0.5, 1.6e-2, 0.1)
+UNTIED = {"model": {"tie_embeddings": False}, "optimizer": {"lr_of": {"head": 3.5e-3}}}
+BETAS = {"optimizer": {"betas": [0.8, 0.95]}}
 # The settings, and the learning rate at the end as a share of the peak. `usual` is what pages about models of this size
 # give. The others are the best of results/muon-loss.
 PLAIN = {"pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1), "pytorch tuned": (TUNED, 0.0)}
-OURS = {"sagetrain": ("muon", Knobs(4e-3, 0.5, 1.6e-2, 0.1)), "sagetrain adamw": ("adamw", TUNED)}
+OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
+    "sagetrain": ("muon", MUON, {}, None),
+    "sagetrain adamw": ("adamw", TUNED, {}, None),
+    "untied": ("muon", MUON, UNTIED, None),
+    "linear decay": ("muon", MUON._replace(warmup=0.2), {}, 0.65),
+    "betas": ("muon", MUON, BETAS, None),
+    "all three": ("muon", MUON._replace(warmup=0.2), {**UNTIED, "optimizer": UNTIED["optimizer"] | BETAS["optimizer"]}, 0.65),
+    "and rates": ("muon", MUON._replace(lr=8e-3, warmup=0.2, embedding=6.4e-2),
+                  {**UNTIED, "optimizer": UNTIED["optimizer"] | BETAS["optimizer"]}, 0.65),
+}  # fmt: skip
+"""The rule, its settings, other keys, and the share of the run over which the rate falls in a line; None: a cosine.
+Those behind the first two take keys of the speed run that we have, too."""
 ARMS = [*OURS, *PLAIN, "speed run"]
 
 
-def share(passed: float, warmup: float, end: float) -> float:
-    """Return the learning rate as a share of its peak, when this share of the time has passed."""
+def share(passed: float, warmup: float, end: float, line: float | None = None) -> float:
+    """Return the learning rate as a share of its peak, when this share of the time has passed. `line` is the share of
+    the run over which it falls in a line; None: by a cosine, from the warm-up on."""
+    if line:
+        return min(1.0, passed / warmup, end + (1 - end) * (1 - passed) / line)
     if passed < warmup:
         return passed / warmup
     falling = min(1.0, (passed - warmup) / (1 - warmup))
@@ -67,10 +83,10 @@ class Arm(Protocol):
 
 
 class Ours:
-    def __init__(self, name: str, out: Path, device: torch.device) -> None:
-        rule, self.knobs = OURS[name]
-        cfg = config(rule, "bf16", 400, self.knobs)
-        if device.type == "cuda":
+    def __init__(self, name: str, out: Path, device: torch.device, fixed: bool = False) -> None:
+        rule, self.knobs, changes, self.line = OURS[name]
+        cfg = config(rule, "bf16", 400, self.knobs).changed(changes)
+        if device.type == "cuda" and not fixed:
             open_to = {"attention": {"backend": "auto"}, "linear": {"precision": "auto"}}
             cfg = cfg.changed({**open_to, "data": {"document_attention": False, "document_positions": False}})
             settled = settle(
@@ -85,7 +101,7 @@ class Ours:
         begin(self.engine, self.cfg, seed)
 
     def step(self, text: torch.Tensor, places: torch.Tensor, passed: float) -> None:
-        self.engine.step([batch(text, places)], 1, share(passed, self.knobs.warmup, 0.0) * self.knobs.lr)
+        self.engine.step([batch(text, places)], 1, share(passed, self.knobs.warmup, 0.0, self.line) * self.knobs.lr)
 
     def held(self, text: torch.Tensor, places: torch.Tensor) -> float:
         return self.engine.evaluate([batch(text, places)])["valid/loss"]
@@ -162,8 +178,11 @@ def places_of(count: int, seed: int) -> Iterator[torch.Tensor]:
         yield from (torch.randperm(count, generator=draw) * LENGTH)[: count // SEQUENCES * SEQUENCES].split(SEQUENCES)
 
 
-def timed(arm: Arm, seed: int, seconds: float, train: torch.Tensor, valid: torch.Tensor) -> dict[str, Any]:
-    """Train for so many seconds. Return the steps, and the bits per byte after each part of the time."""
+def timed(
+    arm: Arm, seed: int, seconds: float, train: torch.Tensor, valid: torch.Tensor, whole: int | None
+) -> dict[str, Any]:
+    """Train for so many seconds. Return the steps, and the bits per byte after each part of the time. With `whole`, a
+    run takes so many steps in place of its seconds, whatever its time."""
     rows, places = (torch.arange(VALID) * LENGTH).split(SEQUENCES), places_of(len(train) // LENGTH - 1, seed)
     sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     found, steps, passed = list[list[float]](), 0, 0.0
@@ -174,7 +193,9 @@ def timed(arm: Arm, seed: int, seconds: float, train: torch.Tensor, valid: torch
         while passed < seconds * point / POINTS:
             arm.step(train, next(places), passed / seconds)
             steps += 1
-            if steps % 2 == 0:
+            if whole:
+                passed = seconds * steps / whole
+            elif steps % 2 == 0:
                 sync()
                 passed = time.monotonic() - began
         stopped = time.monotonic()
@@ -191,7 +212,7 @@ def worker(name: str, asked: argparse.Namespace, pipe: Connection) -> None:
     pipe.recv()
     born = time.monotonic()
     if name in OURS:
-        arm: Arm = Ours(name, asked.out, device)
+        arm: Arm = Ours(name, asked.out, device, asked.steps is not None)
     else:
         arm = Raced(device) if name == "speed run" else Plain(name, device)
     pipe.send("settled")
@@ -201,7 +222,9 @@ def worker(name: str, asked: argparse.Namespace, pipe: Connection) -> None:
     arm.held(valid, torch.arange(SEQUENCES) * LENGTH)
     pipe.send(f"{name}: ready after {time.monotonic() - born:.0f} s, {arm.settings}")
     while (run := pipe.recv()) is not None:
-        pipe.send({"arm": name, "seed": run[0], "seconds": round(run[1], 2), **timed(arm, *run, train, valid)})
+        pipe.send(
+            {"arm": name, "seed": run[0], "seconds": round(run[1], 2), **timed(arm, *run, train, valid, asked.steps)}
+        )
 
 
 def table(rows: list[dict]) -> None:
@@ -227,6 +250,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, help="seconds of all: runs are made shorter to fit")
     parser.add_argument("--arms", nargs="*", default=["sagetrain", "pytorch tuned", "pytorch usual", "speed run"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of a run, in place of seconds: runs may share the GPU")
     asked, born = parser.parse_args(), time.monotonic()
     asked.out.mkdir(parents=True, exist_ok=True)
     spawn, pipes, processes = multiprocessing.get_context("spawn"), dict[str, Connection](), []
@@ -237,10 +261,10 @@ def main() -> None:
         end.close()
     for name in sorted(asked.arms, key=lambda name: name not in OURS):
         pipes[name].send("begin")
-        if name in OURS:  # What `auto` stands for is found by times, so nothing else may use the GPU.
+        if name in OURS and not asked.steps:  # `auto` finds by times what it stands for, so nothing else may run.
             _heard(pipes, name)
     for name in asked.arms:
-        for _ in range(1 if name in OURS else 2):
+        for _ in range(1 if name in OURS and not asked.steps else 2):
             print(_heard(pipes, name), flush=True)
     print(f"{time.monotonic() - born:.0f} s until all were ready", flush=True)
     seconds, runs = asked.seconds, asked.seeds * max(len(pipes), 1)
