@@ -16,6 +16,7 @@ run` is speedrun.py. No test runs this script, and the page names its commit.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -35,7 +36,7 @@ from peer import Peer
 from sagetrain.auto.settled import settle
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.schema import ModelConfig
+from sagetrain.config.schema import ModelConfig, RunConfig
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 BYTES_PER_TOKEN = 3.812
@@ -43,8 +44,9 @@ BYTES_PER_TOKEN = 3.812
 VALID, POINTS, WARM = 192, 8, 12
 WITHIN = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 TUNED, MUON = Knobs(2e-3, 0.75, 1.6e-2, 0.1), Knobs(4e-3, 0.5, 1.6e-2, 0.1)
-UNTIED = {"model": {"tie_embeddings": False}, "optimizer": {"lr_of": {"head": 3.5e-3}}}
-BETAS = {"optimizer": {"betas": [0.8, 0.95]}}
+LINE = MUON._replace(warmup=0.2)
+UNTIED = {"model.tie_embeddings": False, "optimizer.lr_of.head": 3.5e-3}
+BETAS = {"optimizer.betas": [0.8, 0.95]}
 # The settings, and the learning rate at the end as a share of the peak. `usual` is what pages about models of this size
 # give. The others are the best of results/muon-loss.
 PLAIN = {"pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1), "pytorch tuned": (TUNED, 0.0)}
@@ -52,12 +54,11 @@ OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "sagetrain": ("muon", MUON, {}, None),
     "sagetrain adamw": ("adamw", TUNED, {}, None),
     "untied": ("muon", MUON, UNTIED, None),
-    "linear decay": ("muon", MUON._replace(warmup=0.2), {}, 0.65),
+    "linear decay": ("muon", LINE, {}, 0.65),
     "betas": ("muon", MUON, BETAS, None),
-    "all three": ("muon", MUON._replace(warmup=0.2), {**UNTIED, "optimizer": UNTIED["optimizer"] | BETAS["optimizer"]}, 0.65),
-    "and rates": ("muon", MUON._replace(lr=8e-3, warmup=0.2, embedding=6.4e-2),
-                  {**UNTIED, "optimizer": UNTIED["optimizer"] | BETAS["optimizer"]}, 0.65),
-}  # fmt: skip
+    "all three": ("muon", LINE, UNTIED | BETAS, 0.65),
+    "and rates": ("muon", LINE._replace(lr=8e-3, embedding=6.4e-2), UNTIED | BETAS, 0.65),
+}
 """The rule, its settings, other keys, and the share of the run over which the rate falls in a line; None: a cosine.
 Those behind the first two take keys of the speed run that we have, too."""
 ARMS = [*OURS, *PLAIN, "speed run"]
@@ -85,7 +86,11 @@ class Arm(Protocol):
 class Ours:
     def __init__(self, name: str, out: Path, device: torch.device, fixed: bool = False) -> None:
         rule, self.knobs, changes, self.line = OURS[name]
-        cfg = config(rule, "bf16", 400, self.knobs).changed(changes)
+        tree = config(rule, "bf16", 400, self.knobs).model_dump(mode="json")
+        for key, value in changes.items():
+            *sections, last = key.split(".")
+            functools.reduce(dict.__getitem__, sections, tree)[last] = value
+        cfg = RunConfig.model_validate(tree)
         if device.type == "cuda" and not fixed:
             open_to = {"attention": {"backend": "auto"}, "linear": {"precision": "auto"}}
             cfg = cfg.changed({**open_to, "data": {"document_attention": False, "document_positions": False}})
