@@ -365,7 +365,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "int8-size": (
         "size.png",
         3.2,
-        gaps("int8-size", "{parameters}, {run}", "loss in INT8 less that in 16 bits, nats"),
+        gaps("int8-size", "{parameters}: {run in INT8}", "loss in INT8 less that in 16 bits, nats"),
     ),
     "muon-int8": ("muon-int8.png", 3.0, muon_int8),
     "offload": ("offload.png", 2.4, ranked("offload", "{`offload`}, ZeRO {ZeRO}", "tokens/s", "tokens/s on two H200s")),
