@@ -34,11 +34,12 @@ SIZES = {
 }
 KEYS = "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "tie_embeddings"
 SHAPE = dict(zip(KEYS, (2, 64, 128, 2, 2, SIZES[SIZE][5]) if runs.SMALL else SIZES[SIZE], strict=True))
+ARMS = {name: runs.ARMS[name] for name in ("bf16", "band", "int8")}
 runs.RATES = {16384: 1e-3 * 512 / SIZES[SIZE][1]}
 
 
 def config(arm: str, tokens: int) -> RunConfig:
-    attention, linear = runs.ARMS[arm]
+    attention, linear = ARMS[arm]
     return tiny.config(
         1,
         "bf16" if torch.cuda.is_available() else "fp32",
@@ -71,10 +72,8 @@ def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> 
 
 def table(rows: list[dict]) -> None:
     """Print the differences to 16 bits of the same seed."""
-    runs.compared(rows, f"{SIZE}, ", "arithmetic")
+    runs.compared(rows, ARMS, f"{SIZE}, ", "arithmetic")
 
-
-runs.config, runs.evaluated, runs.table = config, evaluated, table
 
 if __name__ == "__main__":
     if "--size" in sys.argv:  # Of all processes that this one starts.
@@ -82,4 +81,4 @@ if __name__ == "__main__":
         os.environ["SIZE"] = sys.argv[place + 1]
         del sys.argv[place : place + 2]
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    runs.main()
+    runs.main(runs.Study(ARMS, config, evaluated, table))
