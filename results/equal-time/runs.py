@@ -60,7 +60,7 @@ OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "and rates": ("muon", LINE._replace(lr=8e-3, embedding=6.4e-2), UNTIED | BETAS, 0.65),
 }
 """The rule, its settings, other keys, and the share of the run over which the rate falls in a line; None: a cosine.
-Those behind the first two take keys of the speed run that we have, too."""
+Those behind the first two take settings of the speed run that our keys have. No row of the page is of them yet."""
 ARMS = [*OURS, *PLAIN, "speed run"]
 
 
