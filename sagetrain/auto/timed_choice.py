@@ -145,6 +145,8 @@ def decide(
     if named in kept:
         say(f"{what}: {kept[named]['chosen']} (chosen before, {cache})")
         return str(kept[named]["chosen"])
+    if cache is not None:
+        say(f"{what} auto: candidates are compiled, compared with fp32 or float64, and timed; naming one skips this")
     found = measure()
     lines = [f"{what} on {place}, {found.about}", *_table(found.times), *(f"  {remark}" for remark in found.remarks)]
     try:

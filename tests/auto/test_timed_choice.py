@@ -65,15 +65,19 @@ def test_the_table_and_the_choice_are_kept_in_a_file(tmp_path: Path) -> None:
     cache, said = tmp_path / "cache" / "linear.json", list[str]()
     choose = partial(decide, "linear", device=CPU, say=said.append, cache=cache)
     assert choose(lambda: measured(0.008), key=(1, "a")) == "int8"
-    table = said[0].splitlines()
-    assert table[0] == "linear on cpu, 32 tokens" and table[1].split() == ["bf16", "int8"]
+    waits, table = said[0], said[1].splitlines()
+    assert (
+        waits.startswith("linear auto: candidates are compiled")
+        and table[0] == "linear on cpu, 32 tokens"
+        and table[1].split() == ["bf16", "int8"]
+    )
     assert table[2].split() == ["qkv", "10.000", "ms", "8.000", "ms", "(1.25)"] and table[-1] == "  chosen: int8"
     (kept,) = json.loads(cache.read_text()).values()
     assert kept == {"chosen": "int8", "table": table[:-1]}
     assert choose(lambda: measured(0.02), key=(1, "a")) == "int8"
-    assert said[1] == f"linear: int8 (chosen before, {cache})"
+    assert said[2] == f"linear: int8 (chosen before, {cache})"
     assert choose(lambda: measured(math.inf), key=(1, "b")) == "bf16"
-    assert "not used\n  int8: o off by 0.5\n  chosen: bf16" in said[2] and len(json.loads(cache.read_text())) == 2
+    assert "not used\n  int8: o off by 0.5\n  chosen: bf16" in said[4] and len(json.loads(cache.read_text())) == 2
     with pytest.raises(RuntimeError, match=r"(?s)no candidate may be used.*linear on cpu.*o off by"):
         decide("linear", lambda: TimeTable("", {"qkv": {"int8": math.inf}}, ["o off by"]), device=CPU, say=print)
 
