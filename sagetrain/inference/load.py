@@ -115,6 +115,11 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     file = tokenizer_in(run_dir)  # Training has kept the tokenizer there.
     if trained_with and not file.is_file():
         file = find_tokenizer(cfg.data)
+        if not file.is_file():
+            raise CheckpointError(
+                f"{run_dir} has lost its tokenizer, which is not at {file} either: put the tokenizer.model, or the "
+                "tokenizer.json with its tokenizer_config.json, back into the folder of the run"
+            )
     tokenizer = Tokenizer.load(file) if trained_with or file.is_file() else None
     if trained_with and tokenizer and tokenizer.sha256 != trained_with:
         raise CheckpointError(

@@ -90,6 +90,8 @@ def test_generate_needs_the_run_folder_alone(run: Path, tmp_path: Path) -> None:
     try:
         assert sagetrain("generate", moved, "def get(", "--max-tokens", 3).stdout.startswith("def get(")
         assert "corpus/valid" in sagetrain("eval", moved).stderr
+        (moved / "tokenizer.model").unlink()
+        assert f"error: {moved} has lost its tokenizer, which is not at {run.parent}" in sagetrain("eval", moved).stderr
     finally:
         (run.parent / "away").rename(run.parent / "corpus")
 
