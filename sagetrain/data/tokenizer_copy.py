@@ -46,6 +46,12 @@ _REBUILT = {
 _AS_BEFORE = "the latter is taken, as versions up to 4 did"
 _BY_CLASS = "the class PreTrainedTokenizerFast makes transformers 5 do so, too"
 BY_CALL = "PreTrainedTokenizerFast.from_pretrained(FOLDER) does so in transformers 5, too, and AutoTokenizer does not"
+_OF_BERT = {
+    "do_lower_case": ("lowercase", True),
+    "strip_accents": ("strip_accents", None),
+    "tokenize_chinese_chars": ("handle_chinese_chars", True),
+}
+"""The keys of tokenizer_config.json for BERT's normalizer, with its own name and the default of each."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # These are SentencePiece's types of pieces.
 
 
@@ -95,7 +101,8 @@ def _with_json(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[st
     published = _settings(tree)
     if beside.overruled is not None:
         beside.of_class = beside.overruled
-    notes = [*beside.notes, *_prefix_space(tree, beside, file), *_other_steps(tree, beside, file)]
+    notes = [*beside.notes, *_prefix_space(tree, beside, file), *_bert_steps(tree, beside, file)]
+    notes += _other_steps(tree, beside, file)
     if "model" not in tree:
         raise ValueError(
             "a tokenizer.json of the tokenizers package: it has no key model, as vocab.json, tekken.json and "
@@ -179,6 +186,20 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     if puts and not asked:
         return [f"{says}, {file.name} puts a space before a text: the latter is taken; transformers does the former"]
     return []
+
+
+def _bert_steps(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:
+    """Let the normalizer of BERT do what tokenizer_config.json says, or what is the default of BERT's class, as
+    transformers does. Return sentences about what changes."""
+    found = []
+    for step in _steps(tree) if beside.of_class == "BertTokenizer" else ():
+        for key, (name, default) in _OF_BERT.items() if step.get("type") == "BertNormalizer" else ():
+            asked = beside.config.get(key, default)
+            if step.get(name) != asked:
+                found.append(f"{key} {json.dumps(asked)}")
+                step[name] = asked
+    says = f"{beside.class_said}: transformers has {', '.join(found)} by this class and {CONFIG}"
+    return [f"{says}, {file.name} something else: the former is taken"] if found else []
 
 
 def _steps(tree: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
@@ -163,6 +163,21 @@ def test_classes_that_cut_a_text_otherwise_are_said(plain: str, of_class: str, t
         True
     ] * (of_class != "PreTrainedTokenizerFast")
     assert exported_to(file.parent, ours).encode("a12") == ours.encode("a12")
+
+
+@pytest.mark.parametrize("said", [{}, {"do_lower_case": False}, {"strip_accents": False}])
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_berts_normalizer_does_what_its_class_does(lowercase: bool, said: dict, tmp_path: Path) -> None:
+    vocabulary = {text: number for number, text in enumerate(["[UNK]", "[SEP]", "the", "The", "a", "\u00e4", "\u00c4"])}
+    pipeline = Pipeline(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    pipeline.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    config = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]", **said}
+    ours = Tokenizer.load(file := write(tmp_path, pipeline.to_str(), config=config))
+    theirs = AutoTokenizer.from_pretrained(tmp_path).encode("The \u00c4", add_special_tokens=False)
+    assert ours.encode("The \u00c4") == theirs
+    changes = pipeline.encode("The \u00c4").ids != theirs
+    assert any("json something else: the former is taken" in note for note in ours.notes) == changes, file
 
 
 @pytest.mark.parametrize("of_class", ["GPTNeoXTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
