@@ -104,8 +104,7 @@ def document_bounds(
     Raises:
         ValueError: cu_seqlens or the window are not as described.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (a query sees its own token), got {window}")
+    reference.check_window(window)
     if cu_seqlens is None:
         return DOCUMENT_BOUNDS(reference.one_document(length, device), length, window)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:

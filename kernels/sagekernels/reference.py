@@ -69,17 +69,23 @@ def windowed(bounds: Tensor, window: int) -> Tensor:
     return torch.stack((starts.maximum(tokens - window + 1), ends.minimum(tokens + window)))
 
 
+def check_window(window: int | None) -> None:
+    """Raise an error if the window is not a whole number above 0, or None."""
+    if isinstance(window, float):
+        raise TypeError(f"window must be a whole number of tokens, got {window}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees its own token), got {window}")
+
+
 def hiding_window(window: int | None, n_q: int, n_k: int) -> int | None:
     """Return the window, or None if it hides no key.
 
     Raises:
+        TypeError: it is no whole number.
         ValueError: it is below 1, or hides keys where there are not as many of them as queries.
     """
-    if window is None:
-        return None
-    if window < 1:
-        raise ValueError(f"window must be at least 1 (a query sees its own token), got {window}")
-    if window >= n_k:
+    check_window(window)
+    if window is None or window >= n_k:
         return None
     if n_q != n_k:
         raise ValueError(f"a window of {window} needs as many keys as queries, got {n_k} keys, {n_q} queries")

@@ -140,6 +140,8 @@ def describe(slot: Slot) -> str:
         return "a section of any keys"
     if annotation is str and any(hasattr(m, "min_length") for m in _constraints(metadata)):
         return "text that is not empty"
+    if annotation is str and (patterns := [m.pattern for m in metadata if getattr(m, "pattern", None)]):
+        return f"text that matches {patterns[0]}"
     limits = [
         f"{word} {getattr(m, name)}"
         for m in _constraints(metadata)

@@ -207,6 +207,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("num_layers: 4", "num_layers: 4\n  norm_eps: 1.0", "model.norm_eps = 1.0: must be a number above 0 and below 1"),
         ("num_layers: 4", "num_layers: 4\n  init_std: 20", "model.init_std = 20: must be a number above 0 and of at most 1"),
         ("num_layers: 4", "num_layers: 4\n  rope_theta: 0.5", "model.rope_theta = 0.5: must be a number above 1"),
+        ("num_layers: 4", "num_layers: 4\n  windows: {tokens: 9, pattern: WXF}", 'model.windows.pattern = "WXF": must be text that matches ^[WF]+$'),
         ("run_dir: runs/x", "run_dir: ''", 'training.run_dir = "": must be text that is not empty'),
         ("- path: b", "- path: ''", 'data.train.1.path = "": must be text that is not empty'),
         ("lr: 3e-4", "lr: 3e\u22124", "must be a number above 0; it has MINUS SIGN (U+2212): type it anew\n"),

@@ -301,6 +301,21 @@ def test_findings(case):
     check_found(*case)
 
 
+def test_a_length_that_a_fix_names_is_right_for_all_rules():
+    """12 ranks that exchange heads, times two that gather keys, cut sequences of whole tiles into equal slices."""
+    sizes = {"parallel": {"context_parallel_size": 24}, "attention": {"backend": "sdpa"}}
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
+
+    def about_length(length):
+        cfg = run_config(**sizes, model=shape, data={"seq_length": length, "micro_batch_size": 1})
+        return [each for each in check(cfg, 24, files=False) if each.key == "data.seq_length"]
+
+    (finding,) = about_length(1000)
+    fitting = [int(number) for number in re.findall(r"\d+", finding.fix.split(",")[0])]
+    assert finding.rule == "gather_of_tokens" and fitting == [768, 1536]
+    assert [about_length(length) for length in fitting] == [[], []]
+
+
 @pytest.mark.parametrize(
     ("key", "ours"),
     [

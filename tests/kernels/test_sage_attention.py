@@ -390,6 +390,7 @@ MISTAKES = [
     ((x(1, 4, 2, 32),) * 3, {"bounds": x(2, 4, dtype=INT32), "cu_seqlens": x(3, dtype=INT32)}, ValueError, "not both"),
     ((x(1, 4, 2, 32),) * 3, {"cu_seqlens": x(3, dtype=INT32)}, ValueError, "must rise from 0 to 4"),
     ((x(1, 4, 2, 32),) * 3, {"window": 0}, ValueError, "window must be at least 1 .a query sees its own token., got 0"),
+    ((x(1, 4, 2, 32),) * 3, {"window": 2.5}, TypeError, "window must be a whole number of tokens, got 2.5"),
     ((x(1, 4, 2, 32),) * 3, {"window": 2, "bounds": x(2, 4, dtype=INT32)}, ValueError, "bounds or a window, not both"),
     ((x(1, 4, 2, 32), *[x(1, 6, 2, 32)] * 2), {"window": 5}, ValueError, "a window of 5 needs as many keys as queries"),
     ((x(1, 4, 2, 32), *[x(1, 6, 2, 32)] * 2), {"bounds": x(2, 4, dtype=INT32)}, ValueError, "bounds need as many keys"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
@@ -23,10 +24,12 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         f"so that keys are gathered over {layout.gather} ranks"
     )
     fewer = f"or use a context_parallel_size of at most {heads}"
-    length, multiple = cfg.data.seq_length, 2 * _TILE * layout.gather
+    slices = layout.context * (layout.tensor if cfg.parallel.sequence_parallel else 1)
+    length, multiple = cfg.data.seq_length, lcm(2 * _TILE * layout.gather, slices)
     if length % multiple:
         yield About("gather_of_tokens", "data.seq_length", length).error(
-            f"is not a multiple of {multiple}: {gathers}, and each has two chunks of whole tiles of {_TILE} tokens",
+            f"is not a multiple of {multiple}: {gathers}, and each has two chunks of whole tiles of {_TILE} tokens, of "
+            "which every rank holds an equal slice",
             f"use {neighbours(length, multiple)}, {fewer}",
         )
     attention, parallel = cfg.attention, cfg.parallel

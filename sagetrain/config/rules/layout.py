@@ -94,7 +94,8 @@ def _slices(cfg: RunConfig) -> Iterator[Finding]:
             )
     yield from _heads_of_context(cfg, tensor, context)
     length, slices = cfg.data.seq_length, context * (tensor if cfg.parallel.sequence_parallel else 1)
-    if length % slices:
+    gathers = layers(cfg.model)[0].attention.gather_of(tensor, context) > 1
+    if length % slices and not gathers:  # Ranks that gather keys have a rule of their own.
         rule, over = "context_parallel_split", f"parallel.context_parallel_size {context}"
         if length % context == 0:
             rule, over = "sequence_parallel_split", f"{both}, over which sequence_parallel spreads it"
