@@ -31,7 +31,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 
 PAPER = "paper: attention.recipe=paper"
-SHORT = ["training.total_tokens=7680", "logging.tensorboard=false"]  # A run has 25 steps of 8 and 16 sequences.
+SHORT = ["training.total_tokens=5120", "logging.tensorboard=false"]  # A run has 20 steps of 8 sequences.
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_the_page_has_what_a_reader_needs(done: Path) -> None:
     (line,) = table["lines"]
     gaps = [losses(done, f"paper/seed-{seed}")[-1][1] - losses(done, f"base/seed-{seed}")[-1][1] for seed in (0, 1)]
     verdict = line["verdicts"]["training"]
-    assert verdict["differences"] == pytest.approx(gaps, abs=2e-6)  # The last 5 % of 20 to 25 steps is the last step.
+    assert verdict["differences"] == pytest.approx(gaps, abs=2e-6)  # The last 5 % of 20 steps is the last step.
     assert verdict["gap"] == pytest.approx(sum(gaps) / 2, abs=2e-6)
     assert verdict["uncertainty"] == pytest.approx(12.7062 * abs(gaps[0] - gaps[1]) / 2, abs=1e-4)
     assert line["verdicts"]["validation"]["gap"] is not None
@@ -236,7 +236,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
         name = run_dir.parent.name
         started.append(name)
         log.write_text("".join(f"line {n}\n" for n in range(20)) + f"{name} ends")
-        write_metrics(run_dir, 7680 if name == "base" else 256, 5.0)
+        write_metrics(run_dir, 5120 if name == "base" else 256, 5.0)
         # A spike that was trained on does not end the run.
         event = {"step": 2, "action": "stop"} if name == "wild" else {"step": 1}
         if name in ("wild", "large"):
