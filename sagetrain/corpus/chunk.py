@@ -171,8 +171,9 @@ def _repeated(line: str, keys: Iterable[str] | None) -> set[str]:
     found: set[str] = set()
 
     def look(pairs: list[tuple[str, Any]]) -> None:
-        names = Counter(name for name, _ in pairs if keys is None or name in suspects)
-        found.update(name for name, times in names.items() if times > 1)
+        if len(dict(pairs)) < len(pairs):
+            names = Counter(name for name, _ in pairs if keys is None or name in suspects)
+            found.update(name for name, times in names.items() if times > 1)
 
     if suspects or keys is None:
         json.loads(line, object_pairs_hook=look, parse_int=float)
