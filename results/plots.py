@@ -369,6 +369,11 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     ),
     "muon-int8": ("muon-int8.png", 3.0, muon_int8),
     "offload": ("offload.png", 2.4, ranked("offload", "{`offload`}, ZeRO {ZeRO}", "tokens/s", "tokens/s on two H200s")),
+    "olmoe": (
+        "step.png",
+        2.2,
+        ranked("olmoe", "{side}, {linear layers, attention}", "tokens/s", "tokens/s on one H200, OLMoE 1B-7B"),
+    ),
     "one-h100": ("one-h100.png", 2.6, ranked("one-h100", "{model, attention}", "tokens/s", "tokens/s on one H100")),
     "plan": ("plan.png", 3.6, plan),
     "sequence-parallel": ("sequence-parallel.png", 3.0, sequence_parallel),

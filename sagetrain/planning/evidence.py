@@ -33,6 +33,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "tensor parallelism": 0.15,
         "halves without sequence parallelism": 0.15,
         "context parallelism": 0.1,
+        "experts": 0.1,
         "all in the host's memory": 0.15,
         "state in the host's memory": 0.1,
     },
@@ -142,6 +143,8 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield f"output projection in {cfg.linear.head}"
     if cfg.model.experts:
         yield "experts"
+        if cfg.parallel.expert_parallel_size > 1:
+            yield "experts over ranks"
     if cfg.parallel.tensor_parallel_size > 1:
         yield "tensor parallelism"
         if prediction.overlap and not cfg.parallel.sequence_parallel:

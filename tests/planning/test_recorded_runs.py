@@ -376,6 +376,19 @@ def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, today):
     )
 
 
+@pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [
+    ("int8", 64_155, 115.3), ("int8", 66_208, 115.3), ("bf16", 51_484, 109.3), ("bf16", 53_265, 109.3),
+])  # fmt: skip
+def test_a_mixture_on_one_h200_is_met(linear, tokens_per_second, gib, today):
+    """The runs are those of results/olmoe, each on two cards."""
+    attention = "sdpa" if linear == "bf16" else "sage, recipe: scores"
+    behind = meets_today("olmoe-1b-7b", [
+        f"attention={{backend: {attention}, qk_norm: all_heads}}", f"linear.precision={linear}",
+        "optimizer.moments=int8", "data.micro_batch_size=4",
+    ], 65_536, tokens_per_second, gib, 0.01, H200, ranks=1, vocab=50_304)  # fmt: skip
+    assert behind.margin == 0.1
+
+
 @pytest.mark.parametrize(("layers", "blocks", "head", "gain"), [
     (20, "fp8", "fp8", 1.0231), (20, "int8", "fp8", 1.0284), (20, "int8", "int8", 1.0109), (8, "fp8", "fp8", 1.0373),
 ])  # fmt: skip

@@ -1,15 +1,15 @@
 """Time whole training steps of OLMoE 1B-7B on one GPU, beside the same model composed of torch's operators.
 
-    PYTHONPATH=.:kernels:tests/support:benchmarks python results/experts/step.py TEXT OUT [--layers N] [--micro N]
+    PYTHONPATH=.:kernels:tests/support:benchmarks python results/olmoe/step.py TEXT OUT [--layers N] [--micro N]
 
-TEXT is a folder with train.xz as runs.py takes it: real text of 8,192 words, in a vocabulary of 50,304. Ours is the
-engine of a run with int8 moments, in 16 bits with torch's attention and in INT8. The peer's mixture is a stable sort,
-indexing, torch._grouped_mm, silu and index_add (benchmarks/experts.py), its blocks and its loss are compiled, and its
-AdamW keeps bf16 weights and bf16 moments, which is less work than ours. torchtitan 0.2.2 keeps the same, and has its
-Qwen3 with OLMoE's norm of all heads, and its own torch.compile of the parts of a block. All begin with the same
-weights, a rate of 0 keeps them, and a bias that our first run finds balances the choices of the others. Before that the
-losses of all sides on two layers must agree, with fp32 weights and without clipping. Each side has a process of its
-own. No test runs this script, and the page names its commit.
+TEXT is a folder with train.xz as results/experts/runs.py takes it: real text of 8,192 words, in a vocabulary of 50,304.
+Ours is the engine of a run with int8 moments, in 16 bits with torch's attention and in INT8. The peer's mixture is a
+stable sort, indexing, torch._grouped_mm, silu and index_add (benchmarks/experts.py), its blocks and its loss are
+compiled, and its AdamW keeps bf16 weights and bf16 moments, which is less work than ours. torchtitan 0.2.2 keeps the
+same, and has its Qwen3 with OLMoE's norm of all heads, and its own torch.compile of the parts of a block. All begin
+with the same weights, a rate of 0 keeps them, and a bias that our first run finds balances the choices of the others.
+Before that the losses of all sides on two layers must agree, with fp32 weights and without clipping. Each side has a
+process of its own. No test runs this script, and the page names its commit.
 """
 
 from __future__ import annotations
@@ -268,7 +268,8 @@ class Titan(Peer):
     (training.dtype), as FSDP2 calls it: without autocast."""
 
     def build(self, cfg: RunConfig, weights: dict[str, Tensor]) -> list[nn.Parameter]:
-        if importlib.util.find_spec("datasets") is None:  # torchtitan imports it for data that is not read here.
+        # torchtitan imports it for data that is not read here.
+        if "datasets" not in sys.modules and importlib.util.find_spec("datasets") is None:
             for name in ("datasets", "datasets.distributed"):
                 sys.modules[name] = SimpleNamespace(Dataset=None, load_dataset=None, split_dataset_by_node=None)
         from torchtitan.components.loss import cross_entropy_loss
