@@ -134,23 +134,27 @@ def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost
 
 def _expert_parallel(model: ModelConfig, rank: Rank, parts: int) -> Iterable[CollectiveCost]:
     """List the gathers of tokens, with the weights and numbers of their choices, before experts that ranks have between
-    them, and the sums of their results behind (model/moe.py). Backward each has its counterpart. Nothing runs beside
-    them."""
+    them, and the sums of their results behind (model/dispatch.py). Beyond as many ranks as a token has experts, these
+    are all-to-alls of the rows that there is room for. Backward each has its counterpart. Nothing runs beside them."""
     if rank.experts == 1 or (experts := model.experts) is None:
         return
-    tokens = rank.experts * rank.tokens // (rank.shards * parts)
-    stream, weights, numbers = model.hidden_size * rank.element, 4 * experts.per_token, 8 * experts.per_token
+    tokens, by_row = rank.tokens // (rank.shards * parts), rank.experts > experts.per_token
+    rows_of_rank = int(rank.room * experts.per_token * tokens)
+    count, top = (rows_of_rank, 1) if by_row else (rank.experts * tokens, experts.per_token)
+    there: _Kind = "all-to-all" if by_row else "all-gather"
+    back: _Kind = "all-to-all" if by_row else "reduce-scatter"
+    stream, weights, numbers = model.hidden_size * rank.element, 4 * top, 8 * top
     moments: tuple[_Moment, ...] = ("forward", "recomputed") if rank.recomputes else ("forward",)
     rows: list[tuple[_Moment, str, _Kind, int]] = [
-        *((moment, what, "all-gather", size) for moment in moments
+        *((moment, what, there, size) for moment in moments
           for what, size in (("tokens", stream), ("weights of choices", weights), ("choices", numbers))),
-        *((moment, "results of experts", "reduce-scatter", stream) for moment in moments),
-        ("backward", "results of experts", "all-gather", stream),
-        ("backward", "tokens", "reduce-scatter", stream),
-        ("backward", "weights of choices", "reduce-scatter", weights),
+        *((moment, "results of experts", back, stream) for moment in moments),
+        ("backward", "results of experts", there, stream),
+        ("backward", "tokens", back, stream),
+        ("backward", "weights of choices", back, weights),
     ]  # fmt: skip
     for moment, what, kind, size in rows:
-        yield CollectiveCost("experts", moment, what, kind, parts, 0, size * tokens, dense=experts.dense_layers)
+        yield CollectiveCost("experts", moment, what, kind, parts, 0, size * count, dense=experts.dense_layers)
 
 
 def expert_exchanges(

@@ -373,7 +373,11 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     yield replace(router, tokens=tokens, shards=rank.shards)
     kept = (12 if rank.fused else 16) * experts.number + 12 * experts.per_token
     yield moving("scores", _SCORES * experts.number, saved=kept)
-    kept = element * hidden * rank.experts * (rank.experts > 1)  # Tokens of all ranks, which were gathered.
+    # Tokens of all ranks, which were gathered, or the rows that came from them.
+    by_row = rank.experts > experts.per_token
+    kept = int(element * hidden * (room if by_row else rank.experts)) * (rank.experts > 1)
+    if by_row:
+        yield moving("rows for other ranks", 4 * element * room * hidden)
     if codes:
         kept = padded * hidden
     elif rank.fused and not low:  # One graph gathers the rows once for both passes.

@@ -25,9 +25,10 @@ from sagekernels.grouped_matmul import GroupedMatmul, grouped_gated, grouped_mat
 from sagekernels.router import router_logits
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.schema import ExpertsConfig
+from sagetrain.model.dispatch import among_ranks
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import complete
-from sagetrain.parallel.collectives import finish, gather_tokens, scatter_sums, start_all_gather, start_enter
+from sagetrain.parallel.collectives import start_enter
 from sagetrain.parallel.layers import LinearLayer
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -221,20 +222,14 @@ class MoE(nn.Module):
             # Otherwise each rank would have the gradient of all tokens, and engines would add them up.
             assert self.sequence_parallel or self.groups.tp_size == 1, "experts train with sequence parallelism"
             weights = router.balanced(weights, router.losses(logits, scores), factor, choices)
-        group, room = self.groups.ep_group, None
-        if group is not None:
-            # Choices of other ranks' experts have no row here.
-            x, weights = gather_tokens(x, group), gather_tokens(weights, group)
-            choices = finish(start_all_gather(choices, group)) - self.groups.ep_rank * self._own
-            if self.room is not None and torch.is_grad_enabled():
-                every = choices.numel()
-                room = min(every, -(-every * self.room // (100 * self.groups.ep_size)))
-        rows = plan_rows(choices, self._own, room)
-        if room is not None and self.lacking is not None:
-            self.lacking.logical_or_(rows.overflow)
         run = experts if self.calls_experts else experts.forward
-        y = run(x, weights, rows)
-        return y if group is None else scatter_sums(y, group)
+        if self.groups.ep_size == 1:
+            return run(x, weights, plan_rows(choices, self._own))
+        room = self.room if torch.is_grad_enabled() else None
+        y, lacking = among_ranks(run, x, weights, choices, self._own, self.groups, room)
+        if room is not None and self.lacking is not None:
+            self.lacking.logical_or_(lacking)
+        return y
 
 
 def _divide(number: int, groups: ParallelGroups) -> int:

@@ -272,18 +272,24 @@ def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: Paralle
         return [x.unflatten(0, (num_sequences, -1)) for x in tensors]
     repeated = [_repeat(x, groups.ulysses_size // x.shape[1]) for x in tensors]
     by_rank = [x.unflatten(1, (groups.ulysses_size, -1)).movedim(1, 0) for x in repeated]
-    slices = _all_to_all(torch.cat(by_rank, 2), groups)
+    assert groups.ulysses_group is not None
+    slices = exchange(torch.cat(by_rank, 2), groups.ulysses_group)
     whole = slices.unflatten(1, (num_sequences, -1)).transpose(0, 1).flatten(1, 2)
     # Attention keeps some of the tensors for its backward pass. They are copied, because a view would keep the memory
     # of all.
     return [x.contiguous() for x in whole.split([x.shape[2] for x in by_rank], 2)]
 
 
-def _all_to_all(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """Exchange the parts of x [u, ...] between the ranks that exchange heads. So are their gradients."""
-    y: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-        x, groups.ulysses_group, _start_all_to_all, _start_all_to_all
-    )
+def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Exchange the parts of x [size, ...] between the ranks of a group: part i goes to rank i, and part i of the result
+    comes from rank i. So do their gradients."""
+    y: Tensor = _Exchange.apply(x, group, _start_all_to_all, _start_all_to_all)  # type: ignore[no-untyped-call]
+    return y
+
+
+def exchanged(numbers: Tensor, group: ProcessGroup) -> Tensor:
+    """Exchange the parts of whole numbers, as `exchange` does."""
+    y: Tensor = finish(_start_all_to_all(numbers, group))
     return y
 
 
@@ -299,8 +305,8 @@ def gather_heads(x: Tensor, groups: ParallelGroups) -> Tensor:
     if groups.ulysses_size == 1:
         return x.flatten(0, 1)
     slices = x.unflatten(1, (groups.ulysses_size, -1)).movedim(1, 0).flatten(1, 2)
-    y: Tensor = _all_to_all(slices, groups).movedim(0, 1).flatten(1, 2)
-    return y
+    assert groups.ulysses_group is not None
+    return exchange(slices, groups.ulysses_group).movedim(0, 1).flatten(1, 2)
 
 
 def gather_sequences(x: Tensor, groups: ParallelGroups) -> Tensor:

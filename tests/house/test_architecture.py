@@ -165,6 +165,7 @@ def test_only_these_files_import_kernels():
         "engines/gradient_sums",
         "engines/replayed",
         "model/attention",
+        "model/dispatch",
         "model/moe",
         "parallel/collectives",
         *(f"optim/{name}" for name in ("adamw", "muon", "pieces", "states", "weights")),

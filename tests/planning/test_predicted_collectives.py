@@ -141,13 +141,14 @@ def test_collectives_are_those_of_fsdp():
     agree(stages, run_distributed(collectives_of_fsdp, 4, stages))
 
 
-def shared_experts(cases: Sequence[tuple[int, int]]) -> list[tuple[dict, dict]]:
+def shared_experts(cases: Sequence[tuple[int, int, int]]) -> list[tuple[dict, dict]]:
     """Return what two ranks that have experts between them call more, and what of it is predicted, at ZeRO stages
-    with so many tensor-parallel ranks. Numbers of parameters are checked here."""
-    experts, result = {"number": 4, "per_token": 2, "ffn_size": 32}, []
-    every = {(size, ranks): tiny.join(size, ep_size=ranks) for size in {size for _, size in cases} for ranks in (1, 2)}
-    for stage, size in cases:
-        found = {}
+    with so many tensor-parallel ranks and experts of a token. Numbers of parameters are checked here."""
+    result = []
+    sizes = {size for _, size, _ in cases}
+    every = {(size, ranks): tiny.join(size, ep_size=ranks) for size in sizes for ranks in (1, 2)}
+    for stage, size, per_token in cases:
+        found, experts = {}, {"number": 4, "per_token": per_token, "ffn_size": 32}
         for ranks in (1, 2):
             groups = every[size, ranks]
             parallel = {"engine": "fsdp", "expert_parallel_size": ranks, "tensor_parallel_size": size}
@@ -171,6 +172,7 @@ def shared_experts(cases: Sequence[tuple[int, int]]) -> list[tuple[dict, dict]]:
 
 
 def test_collectives_of_experts_that_ranks_share():
-    """They gather tokens, weights and choices, and add up results. Ranks that have the same experts reduce them."""
-    cases = [(0, 1), (1, 1), (3, 2)]
+    """They gather tokens, weights and choices, and add up results, or exchange rows where tokens have fewer experts.
+    Ranks that have the same experts reduce them."""
+    cases = [(0, 1, 2), (1, 1, 1), (3, 2, 2)]
     agree(cases, run_distributed(shared_experts, 4, cases))

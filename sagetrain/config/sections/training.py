@@ -31,9 +31,9 @@ class ParallelConfig(Section):
     order 1F1B. The first stage has the embedding, the last one the output projection. Needs a zero_stage of 0 to 2, and
     not engine deepspeed."""
     expert_parallel_size: PositiveInt = 1
-    """Neighbouring ranks that have the experts of a layer between them (model.experts), up to per_token of them. Each
-    group of these ranks gathers the tokens of all of them before the experts, and adds up their results behind. Other
-    tensors stay as they are."""
+    """Neighbouring ranks that have the experts of a layer between them (model.experts). Up to per_token of these ranks
+    gather the tokens of all of them before the experts, and add up the results behind. More ranks send each token to
+    the ranks of its experts. Other tensors stay as they are."""
     expert_room: Annotated[float, Field(ge=1)] = 1.5
     """Memory for the rows of experts that a rank receives with expert_parallel_size, in multiples of the mean over
     ranks. A step in which they do not fit is taken again with twice the room, and its results are the same."""
