@@ -99,6 +99,7 @@ class Replayed(Plain):
         self._programs: list[_Program] = []
         self._copies = copies_of(engine.groups)
         self._steps = 0
+        self._rooms: list[int | None] = []
         self._state: Any = None
         # Both ways are timed until one of them is chosen.
         self._timing = timed
@@ -112,6 +113,10 @@ class Replayed(Plain):
         self._steps += 1
         if self._timing:
             self._choose()
+        if (rooms := [module.room for module in self._model.modules() if isinstance(module, MoE)]) != self._rooms:
+            # A room only grows, so what was recorded with the smaller one is never replayed again.
+            self._programs.clear()
+            self._rooms = rooms
         self._state = None if self.refusal else self._state_of_the_step()
         return super().run(batches, micro_batches, observers, masked)
 
@@ -246,7 +251,6 @@ class Replayed(Plain):
             [layer.matmul for layer in layers],
             model.functions,
             model.activation_checkpointing,
-            [module.room for module in model.modules() if isinstance(module, MoE)],
             [leaf.requires_grad for leaf in leaves],
             [tensor.data_ptr() for tensor in held],
             self._copies and self._copies.addresses,

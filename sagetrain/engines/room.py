@@ -48,4 +48,7 @@ class Room:
     def grow(self) -> float:
         """Double the room, and return what it is."""
         self._set(2 * self.times)
+        if self._lacking.is_cuda:
+            # What the allocator kept for rows of the smaller room is too short for those of the larger one.
+            torch.cuda.empty_cache()
         return self.times

@@ -221,6 +221,15 @@ def _experts(said: Mapping[str, Any], keys: MixtureKeys, where: str) -> dict[str
             f"{where}: num_experts_per_tok {per_token} and {key} {number}: a token goes to some of at least 2 experts; "
             "copy the folder again"
         )
+    only = said.get("mlp_only_layers") or []
+    kinds = {
+        "norm_topk_prob": (isinstance(said.get("norm_topk_prob") or False, bool), "true or false"),
+        "router_aux_loss_coef": (type(said["router_aux_loss_coef"]) in (int, float), "a number"),
+        "mlp_only_layers": (isinstance(only, list) and {*map(type, only)} <= {int}, "a list of numbers of layers"),
+    }
+    for key, (right, what) in kinds.items():
+        if not right:
+            raise ConfigError(f"{where}: {key} {said[key]!r} is not {what}; copy the folder again")
     return {
         "number": number,
         "per_token": per_token,

@@ -54,16 +54,11 @@ training:
   init_from: {init_from}
   total_tokens: {total} # {passes} passes over the data, {steps} steps
   dtype: {dtype}
-{recomputation}
+  activation_checkpointing: auto # the least that fits into the GPU
 
 evaluation:
   num_sequences: {held_out} # held-out sequences, ten times in the run
 """
-
-_RECOMPUTATION = "  activation_checkpointing: auto # the least that fits into the GPU"
-_OF_EXPERTS = """\
-  activation_checkpointing: full # or none: auto was not proven with experts
-  cuda_graphs: 'off' # as long as they were not proven with experts"""
 
 
 def finetuning(model: Path, data: Path, report: Callable[[str], None]) -> str:
@@ -97,7 +92,6 @@ def finetuning(model: Path, data: Path, report: Callable[[str], None]) -> str:
     steps = max(1, round(_PASSES * tokens / (sequences * seq_length)))
     held_out = min(_MOST_SEQUENCES, sum(TokenFile(path).num_tokens // seq_length for path in valid))
     text = _TEMPLATE.format(
-        recomputation=_OF_EXPERTS if of_model.model.experts else _RECOMPUTATION,
         model=model,
         data=data,
         sections=_sections(of_model.model, of_model.attention),

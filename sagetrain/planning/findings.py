@@ -39,7 +39,7 @@ _OF_TOKENS = {"activations", "recomputed", "workspace", "logits", "loss"}
 
 def of_plan(plan: Plan) -> Iterator[Finding]:
     """Yield what the figures of a plan say about its settings. All of it is about the layout that the plan shows."""
-    for find in (_precision, _recomputation, _gain, _of_design, _attention, _engine, _short_micro_steps):
+    for find in (_precision, _recomputation, _room, _gain, _of_design, _attention, _engine, _short_micro_steps):
         if plan.shown:
             yield from find(plan, plan.shown)
 
@@ -158,6 +158,23 @@ def _recomputation(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
             f"is {shown.cfg.training.activation_checkpointing} {where}: the least that fits into the memory of this "
             "GPU by the estimate of this plan",
             "name a value to have it on every GPU",
+        )
+
+
+def _room(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
+    """Find that there is no memory for the room that rows of experts get if they do not fit into the one that is
+    set."""
+    parallel, usable = shown.cfg.parallel, plan.target.usable
+    twice = min(2 * parallel.expert_room, parallel.expert_parallel_size)
+    uneven = shown.layout.replicas * shown.layout.tensor % parallel.expert_parallel_size
+    if twice <= parallel.expert_room or shown.memory > usable or uneven:
+        return
+    larger = shown.cfg.changed({"parallel": {"expert_room": twice}})
+    if (need := total_bytes(plan.target.memory_of(larger, shown.prediction))) > usable:
+        yield About("room_of_experts", "parallel.expert_room", parallel.expert_room).warning(
+            f"is doubled if rows of experts do not fit on some rank. With {twice:g} a rank is estimated to take "
+            f"{need / 2**30:.1f} GiB: more than the {usable / 2**30:.1f} GiB that {plan.hardware.name} leaves to a run",
+            "use a smaller data.micro_batch_size, or more training.activation_checkpointing",
         )
 
 

@@ -89,6 +89,10 @@ class QuantizationProbe:
         leaves = leaves or dict(model.named_parameters())
         names = [name for name in model.specs if name in leaves]
         self._leaves = [leaves[name] for name in names]
+        self._parts = [
+            (groups.cp_group, groups.tp_group if model.specs[name].of_own_tokens else None) for name in names
+        ]
+        """The groups whose ranks have parts of a micro-batch's gradient of each tensor."""
         self._squares = LayerSquares(model.every_spec.values(), groups, device)
         self._places = torch.tensor([self._squares.place[name] for name in names], device=device)
         # A tied embedding has a gradient on the first and on the last stage of a pipeline. The first one counts the
@@ -121,9 +125,10 @@ class QuantizationProbe:
                 pairs = zip(rounded, self._gradients(run), strict=True)
             for i, (quantized, plain) in enumerate(pairs):
                 error = (quantized.float() - plain.float()).flatten()
-                # This is this rank's part of the micro-batch's gradient, times cp_size.
-                if groups.cp_group is not None:
-                    dist.all_reduce(error, group=groups.cp_group)
+                # Of context-parallel ranks, this is the part of the micro-batch's gradient times cp_size.
+                for group in self._parts[i]:
+                    if group is not None:
+                        dist.all_reduce(error, group=group)
                 if i == self._tied:
                     dist.all_reduce(error, group=groups.ends_group)
                     error *= groups.pp_rank == 0

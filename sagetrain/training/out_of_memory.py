@@ -72,10 +72,12 @@ def memory_explained(cfg: RunConfig, vocab_size: int) -> AbstractContextManager[
     def predicted() -> float:
         return total_bytes(memory_per_rank(cfg, dist.get_world_size(), padded_vocab_size(vocab_size)))
 
-    ways = {
+    ways: dict[str, object] = {
         "data.micro_batch_size": cfg.data.micro_batch_size,
         "training.activation_checkpointing": cfg.training.activation_checkpointing,
         "parallel.zero_stage": Layout.of(cfg).zero_stage,
         "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
     }
+    if cfg.parallel.expert_parallel_size > 1:
+        ways["parallel.expert_room"] = f"{cfg.parallel.expert_room:g}, doubled after each event named room"
     return explained(Path(cfg.training.run_dir), dist.get_rank(), predicted, ways)

@@ -126,13 +126,13 @@ def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Itera
         yield tiny.engine(tiny.config(stage, dtype, **{**sections, "training": training}), groups)
 
 
-def run_cases(stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1) -> dict[str, Any]:
+def run_cases(stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1, ep: int = 1) -> dict[str, Any]:
     """Take three steps by the host, and by replays. Return what differs, and how many recordings and replays there
     were."""
     backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
-    groups, found = tiny.join(tp, cp, gather=gather), {}
+    groups, found = tiny.join(tp, cp, ep_size=ep, gather=gather), {}
     halves = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on"}
-    halves["context_parallel_size"] = cp
+    halves |= {"context_parallel_size": cp, "expert_parallel_size": ep}
     for name in names:
         (kind, sections), counted = CASES[name], Counted()
         both = []
@@ -157,6 +157,11 @@ def test_replicas_reduce_in_a_recording_of_the_last_micro_step() -> None:
     for stage, names in ((0, ["INT8 layers"]), (1, ["INT8 layers", "loss mask, tied", "experts"])):
         for found in run_distributed(run_cases, 2, stage, names):
             assert set(found.values()) == {(True, 2, 5)}
+
+
+def test_ranks_that_have_experts_between_them_replay_too() -> None:
+    for found in run_distributed(run_cases, 2, 1, ["experts"], 1, 1, 1, 2):
+        assert set(found.values()) == {(True, 2, 5)}
 
 
 def test_replicas_reduce_in_every_recorded_micro_step_at_zero_2() -> None:
@@ -342,9 +347,11 @@ def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: s
     assert Layout.of(tiny.config(1)).recorded
 
 
-def test_zero_2_and_gathered_keys_are_recorded_on_request() -> None:
-    """No GPU has recorded them yet, so `auto` leaves them to the host."""
+def test_what_no_gpu_has_recorded_is_recorded_on_request() -> None:
+    """`auto` leaves ZeRO 2, gathered keys and experts to the host."""
     for how, recorded in (("auto", False), ("on", True)):
+        cfg = tiny.config(1, "bf16", training={"cuda_graphs": how}, model={"experts": EXPERTS})
+        assert Layout.of(cfg).recorded == recorded and Layout.of(cfg).hooks == "never"
         cfg = tiny.config(2, "bf16", training={"cuda_graphs": how})
         assert (Layout.of(cfg).recorded, Layout.of(cfg).hooks == "never") == (recorded, recorded)
         assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, Layout.of(cfg)))

@@ -29,7 +29,9 @@ CASES = {
     "bf16, sdpa": ("bf16", {"backend": "sdpa"}, "none"),
     "INT8, scores": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
     "FP8, fine, recomputed": ("fp8", {"backend": "sage", "recipe": "fine"}, "full"),
+    "INT8, experts": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
 }
+EXPERTS = {"number": 8, "per_token": 2, "ffn_size": 256, "balance": {"bias_rate": 0.01}}
 
 
 def _steps(
@@ -42,6 +44,7 @@ def _steps(
     training = {"cuda_graphs": graphs, "activation_checkpointing": again}
     tp = groups.tp_size
     shape = SHAPE | ({"num_key_value_heads": 1} if groups.cp_size > 1 else {})  # Context ranks have copies of it.
+    shape = shape | ({"experts": EXPERTS} if "experts" in case else {})
     sections = {"attention": attention, "model": shape, "data": {"seq_length": LENGTH}}
     sections["linear"] = {"precision": linear, "head": head}
     sections["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on",

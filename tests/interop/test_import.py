@@ -279,6 +279,9 @@ BAD_MIXTURES = [
     ({"decoder_sparse_step": 3}, r"decoder_sparse_step 3 and mlp_only_layers \[0\] leave the layers \[0, 1\] without"),
     ({"num_experts": 8}, "num_experts 8 contradicts num_local_experts 6; delete the one"),
     ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 and num_local_experts 6: a token goes to some"),
+    ({"norm_topk_prob": "no"}, "norm_topk_prob 'no' is not true or false; copy"),
+    ({"router_aux_loss_coef": "a"}, "router_aux_loss_coef 'a' is not a number; copy"),
+    ({"mlp_only_layers": "0"}, "mlp_only_layers '0' is not a list of numbers of layers; copy"),
     ({"moe_intermediate_size": 32}, r"gate_proj.weight has .*\(16, 32\), .* \(32, 32\) by moe_intermediate_size"),
 ]  # fmt: skip
 

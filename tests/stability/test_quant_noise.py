@@ -302,9 +302,13 @@ def test_a_probe_leaves_the_kept_weights_of_linear_layers(tp_size: int) -> None:
 # -- at every layout -----------------------------------------------------------------------------------------------
 
 
-def config(stage: int, dtype: str = "fp32", **model: int):
+EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 16, "balance": {"bias_rate": 0.1}}
+
+
+def config(stage: int, dtype: str = "fp32", tp_size: int = 1, **model: object):
     shape = {"num_attention_heads": 2, "tie_embeddings": True, **model}
-    return tiny.config(stage, dtype, model=shape, attention={"backend": "sage", "recipe": "paper"})
+    parallel = {"tensor_parallel_size": tp_size, "sequence_parallel": tp_size > 1}
+    return tiny.config(stage, dtype, model=shape, attention={"backend": "sage", "recipe": "paper"}, parallel=parallel)
 
 
 def batches(groups: ParallelGroups, step: int = 0, sequences: int = 4) -> list[Batch]:
@@ -316,13 +320,14 @@ def probe_of(engine: Engine) -> QuantizationProbe:
     return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device, engine.leaves())
 
 
-def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dict[str, float]]]:
-    """Return the numbers of a probe of two micro-batches in all at each (tp, cp, stage), without and with a loss
-    mask."""
+def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, str, dict[str, float]]]:
+    """Return the numbers of a probe of two micro-batches in all at each (tp, cp, stage): of a dense model without and
+    with a loss mask, and of a mixture of experts."""
     results = []
-    for layout, masked in itertools.product(layouts, (False, True)):
-        groups = tiny.join(*layout[:2])
-        engine = tiny.engine(config(layout[2]), groups)
+    for layout, case in itertools.product(layouts, ("plain", "masked", "experts")):
+        groups, masked = tiny.join(*layout[:2]), case == "masked"
+        experts = {"tp_size": layout[0], "experts": EXPERTS} if case == "experts" else {}
+        engine = tiny.engine(config(layout[2], **experts), groups)
         own, counted = batches(groups, sequences=2), None
         if masked:
             counted = tiny.SEQ + 5
@@ -332,7 +337,7 @@ def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dic
                     batch.labels[:, 5:] = MASKED
         found = engine.step(own, len(own), 1e-2, Observers(probes=[probe_of(engine)]), counted).metrics
         found = {name: value for name, value in found.items() if name.startswith("quant_noise/")}
-        results.append((layout, masked, found))
+        results.append((layout, case, found))
     return results
 
 
@@ -343,13 +348,13 @@ def test_the_errors_are_the_same_at_every_layout() -> None:
     rows = [
         row for world, layouts in worlds.items() for rank in run_distributed(measured, world, layouts) for row in rank
     ]
-    references = {masked: found for _, masked, found in rows[:2]}
-    assert {name.split("/")[1] for name in references[False]} == {"embedding", "0", "1", "head"}
-    assert references[True]["quant_noise/counted"] == pytest.approx(2 / (1 / tiny.SEQ + 1 / 5))
-    for layout, masked, found in rows:
-        for name, value in references[masked].items():
-            error = references[masked][name.replace("bias", "error")]
-            assert found[name] == pytest.approx(value, abs=2e-2 * error), (layout, masked, name)
+    references = {case: found for _, case, found in rows[:3]}
+    assert {name.split("/")[1] for name in references["plain"]} == {"embedding", "0", "1", "head"}
+    assert references["masked"]["quant_noise/counted"] == pytest.approx(2 / (1 / tiny.SEQ + 1 / 5))
+    for layout, case, found in rows:
+        for name, value in references[case].items():
+            error = references[case][name.replace("bias", "error")]
+            assert found[name] == pytest.approx(value, abs=2e-2 * error), (layout, case, name)
 
 
 def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[list, list[Tensor]]:

@@ -17,7 +17,7 @@ SECTIONS: dict[str, dict] = {
     "linear": {"precision": "int8", "keep_first_fraction": 0.25, "keep_last_fraction": 0.3},
     "data": {"micro_batch_size": 2},
     "parallel": {"expert_parallel_size": 2, "expert_room": 1},
-    "training": {"dtype": "bf16", "cuda_graphs": "off"},
+    "training": {"dtype": "bf16"},
     "evaluation": {"every_tokens": 2560},
     "stability": {"monitor": {"every_steps": 4}, "noise_scale": {"every_steps": 4}},
 }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from sagetrain.config.arithmetic import may_be_low_bit
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import Finding, many
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect, not_proven
@@ -25,10 +25,6 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
     "deepspeed": ({},),
-    "optimizer.master": ("fp32", "bf16_chance"),
-    "training.activation_checkpointing": ("none", "full", "selective"),
-    "training.cuda_graphs": ("off", "on"),
-    "stability.quant_noise.every_steps": (None,),
 }
 """The values that were proven with experts, of each key that asks for it. Other values are errors. A proof opens a
 value here, or removes the line if all values have one."""
@@ -43,6 +39,7 @@ UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
     "parallel.shard_size": (None,),
     "evaluation.samples_every_tokens": (None,),
     "evaluation.tasks": ([],),
+    "stability.quant_noise.every_steps": (None,),
 }
 """The values that were proven where ranks have the experts of a layer between them."""
 
@@ -68,8 +65,6 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     proven |= UNDER_EXPERT_PARALLELISM if cfg.parallel.expert_parallel_size > 1 else {}
     if may_be_low_bit(cfg):
         proven |= IN_8_BITS
-    if isinstance(number := cfg.training.activation_checkpointing, int):
-        proven |= {"training.activation_checkpointing": (number,)}
     if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
     without = "a dense model (model.experts: null)"
@@ -104,13 +99,11 @@ def _ranks(experts: ExpertsConfig, layout: Layout, ranks: int) -> Iterator[Findi
     """Check that the ranks that share experts have as many each, and that there are such groups of ranks."""
     key, of_stage = "parallel.expert_parallel_size", layout.world_size // layout.stages
     if experts.number % ranks or of_stage % ranks:
-        why = f"does not divide {experts.number} experts (model.experts.number) and {of_stage} ranks"
+        ranks_of = many(of_stage, "rank") + " of a pipeline stage" * (layout.stages > 1)
+        why = f"does not divide {experts.number} experts (model.experts.number) and {ranks_of}"
         yield About("expert_parallel_split", key, ranks).error(
             why, f"use {divisors(math.gcd(experts.number, of_stage))}"
         )
-    elif ranks > experts.per_token:
-        why = f"is more than the {experts.per_token} experts of a token: most ranks would gather tokens in vain"
-        yield About("expert_parallel_size", key, ranks).error(why, f"use 1 to {experts.per_token}")
 
 
 def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
