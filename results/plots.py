@@ -333,7 +333,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
         3.4,
         gaps(
             "experts",
-            "{tokens a step}: {experts and linear layers}, attention {attention}",
+            "{tokens a step}: {in 8 bits}",
             "loss less that of 16 bits, nats",
         ),
     ),
