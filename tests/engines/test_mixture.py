@@ -352,7 +352,7 @@ def saved_and_continued(
     """Return what `tiny.going_on` does behind a checkpoint, for the layout that wrote it and for those that read it.
     Before the checkpoint, one step is refused."""
     (layouts, how), found = HOW[dtype], {}
-    sequences = 4 if dtype == "fp32" else 2  # There is one for each replica.
+    sequences = 2 if dtype in ("bf16", "fp8") else 4  # There is one for each replica.
     groups = {name: of_sizes[CASES[name][0]] for name in layouts}
 
     def engine(name: str, seed: int) -> Engine:
