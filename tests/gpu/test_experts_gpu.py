@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tiny
+from distributed import run_distributed
 from kernel_inputs import random_choices, router_results
-from on_gpu import needs_gpu, poison
+from on_gpu import needs_gpu, over_nccl, poison
 from sagekernels import grouped_casts
 from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, INT8
@@ -21,7 +22,9 @@ from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_g
 from sagekernels.testing import rel_l2
 from sagetrain.auto.linear_choice import time_experts
 from sagetrain.config.schema import ExpertsConfig
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.backends import attention_function
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import gradients
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.choices import Flips
@@ -177,3 +180,33 @@ def test_flips_of_choices_are_counted() -> None:
     found = groups.metrics.reduce(torch.device("cuda"))
     assert [*found] == ["moe/0/flips", "moe/1/flips"] and all(0 < share < 0.5 for share in found.values())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def _spread() -> list[list[list[float]]]:
+    """Return the losses of three steps with all experts on each of two ranks, and with half of them, for two experts of
+    a token and for one."""
+    device, found = over_nccl(), []
+    for top in (2, 1):
+        experts = {"number": 8, "per_token": top, "ffn_size": 128}
+        shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "experts": experts}
+        losses = []
+        for ranks in (1, 2):
+            groups = ParallelGroups.create(Topology(2, 1, expert_parallel_size=ranks))
+            parallel = {"engine": "fsdp", "expert_parallel_size": ranks, "expert_room": 1}
+            cfg = tiny.config(1, "bf16", model=shape, parallel=parallel)
+            model = tiny.model(cfg, groups, device=device)
+            compile_blocks(model, hooks=True)
+            engine = build_engine(cfg, model, groups, 2)
+            losses.append([tiny.global_step(engine, step).loss for step in range(3)])
+        found.append(losses)
+    return found
+
+
+@pytest.mark.long
+def test_ranks_with_experts_between_them_take_the_same_steps() -> None:
+    """Tokens with two experts are gathered, and rows of tokens with one go by an all-to-all."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for rank in run_distributed(_spread, 2):
+        for alone, spread in rank:
+            assert spread == pytest.approx(alone, rel=2e-3) and alone[2] != alone[0]
