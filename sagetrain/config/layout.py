@@ -209,7 +209,7 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         (untried and gathers, "parallel.context_parallel_size", context, f"gathered keys were {on_cpus}",
          "use one that divides the heads"),
         (untried and cfg.model.experts is not None, "model.experts", "a section of its own",
-         f"the products of experts were {on_cpus}", "use null"),
+         "few mixtures were recorded on a GPU, and cuda_graphs: on records them", "use null"),
         (untried and stage == 2, "parallel.zero_stage", stage, f"reductions of every micro-step were {on_cpus}",
          "use 0 or 1"),
         (stage == 2 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
