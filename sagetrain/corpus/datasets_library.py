@@ -51,7 +51,9 @@ def load_saved(path: str, split: str) -> Any:
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise ConfigError(f"{path}: no split {split!r}; the splits are: {', '.join(loaded)}")
-        loaded = loaded[split]
+        return loaded[split]
+    if split not in ("train", str(loaded.split)):  # The former is the default.
+        raise ConfigError(f"{path}: no split {split!r}; it is a single dataset: leave {spelled('dataset_split')} out")
     return loaded
 
 

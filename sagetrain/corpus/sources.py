@@ -79,7 +79,7 @@ class Corpus:
         self._refuse_copies = partial(refuse_copies, texts.text_key, bool(self._fields))
         self.notes: list[str] = []
         self.inputs: list[Input] = []
-        self._looked_at = self._texts = 0
+        self._looked_at = self._texts = self._datasets = 0
         self._text_files: list[Path] = []
         self._paths: list[Path] = []
         self._by_inode: dict[tuple[int, int], Path] = {}
@@ -93,6 +93,12 @@ class Corpus:
         self.all_inputs = self.inputs
         if split_on is not None:
             self._check_separator(split_on, separator)
+        for name, given in (("dataset_split", texts.dataset_split), ("dataset_config", texts.dataset_config)):
+            if given not in ("train", None) and not self._datasets:
+                raise ConfigError(
+                    f"{spelled(name)} {given!r}: none of the sources is a Hugging Face dataset, which it is for; "
+                    f"{spelled('glob')} chooses files of a folder"
+                )
         if division:
             self.inputs = _part(self.inputs, *division)
 
@@ -325,6 +331,7 @@ class Corpus:
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
         wanted = self._wanted
+        self._datasets += 1
 
         def share(number: int, count: int) -> Input:
             check_parts(name, load(), number, count)

@@ -32,13 +32,20 @@ the message has."""
 
 
 def read_template(file: Path | None) -> str:
-    """Return the text of the --chat-template file, or "" without one. Raises ConfigError if the file cannot be read."""
+    """Return the text of the --chat-template file, or "" without one. Raises ConfigError if the file cannot be read, or
+    is empty."""
+    if not file:
+        return ""
     try:
-        if file:
-            refuse_pointer(file)
-        return file.read_text(encoding="utf-8") if file else ""
+        refuse_pointer(file)
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{spelled('template')} {file} cannot be read: {error}") from error
+    if not text.strip():
+        raise ConfigError(
+            f"{spelled('template')} {file} is empty; copy it again, or leave it out for the tokenizer's own"
+        )
+    return text
 
 
 def settled_template(given: str, tokenizer: Tokenizer) -> str:

@@ -234,6 +234,11 @@ def test_wrong_saved_datasets(tmp_path, model):
     path = as_saved_dataset_dict(tmp_path)
     with pytest.raises(ConfigError, match=r"no split 'dev'; the splits are: train, test"):
         quiet([str(path)], tmp_path / "x", tokenizer=model, dataset_split="dev")
+    with pytest.raises(ConfigError, match="no split 'dev'; it is a single dataset: leave --dataset-split out"):
+        quiet([str(path / "test")], tmp_path / "x", tokenizer=model, dataset_split="dev")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match="--dataset-split 'dev': none of the sources is a Hugging Face dataset"):
+        quiet([str(tmp_path / "a.txt")], tmp_path / "x", tokenizer=model, dataset_split="dev")
     with pytest.raises(ConfigError, match=r"no key 'body'; the keys are: text"):
         quiet([str(path)], tmp_path / "x", tokenizer=model, text_key="body")
     next((path / "train").glob("*.arrow")).unlink()
