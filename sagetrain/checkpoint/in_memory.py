@@ -5,10 +5,10 @@
       copy-1-of-rank-3/        the copy before, or after
       held-0-of-rank-1/        the same of a rank on another host, which that rank has sent here
 
-After a step each rank copies its share of the state into one of its two folders, in turn. A thread hashes the copy,
-writes copy.json last, and sends all of it to a rank of another host. A copy without copy.json, or with another hash, is
-none, so a rank may be killed at any time. All ranks copy the same steps: a step is left out if the thread of any rank
-is still busy. So there is always a step of which every rank's copy is whole, here and on the other host.
+After a step a thread of each rank copies its share of the state into one of its two folders, in turn. It hashes the
+copy, writes copy.json last, and sends all of it to a rank of another host. A copy without copy.json, or with another
+hash, is none, so a rank may be killed at any time. All ranks copy the same steps: a step is left out if the thread of
+any rank is still busy. So there is always a step of which every rank's copy is whole, here and on the other host.
 
 New ranks with the same layout take the newest step of which all copies are whole, if no checkpoint is as new. A copy is
 found on whatever host it is, because ranks have other numbers after a host was left out. A folder with a manifest
@@ -26,8 +26,9 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class CopiesInMemory:
         self._next, self._share, self._busy, self._told = 0, WrittenShare("", [], {}, {}), False, False
         self._stream: torch.cuda.Stream | None = None
         self._pinned: list[weakref.finalize[..., Any]] = []
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Future[torch.cuda.Event | None] | None = None
         self._work: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._finish, name="copies", daemon=True)
         self._peer: socket.socket | None = None
@@ -248,16 +249,7 @@ class CopiesInMemory:
         slot.clear()
         if self._stream is None and any(shard.read("weight").is_cuda for shard in self._share.owned[:1]):
             self._pin()
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            sources = [source if isinstance(source, Tensor) else source() for source in self._sources]
-            # A loop over hundreds of tensors would keep the host busy, and the GPU idle, for three times as long.
-            if sources:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-            if self._stream:
-                self._copied = torch.cuda.Event(blocking=True)
-                self._copied.record()
+        updated = torch.cuda.current_stream().record_event() if self._stream else None
         packed = io.BytesIO()
         torch.save(dict(rng), packed)
         header: Header = {"run": self._run, "layout": self._layout, "step": state.step, "published": published}
@@ -265,13 +257,16 @@ class CopiesInMemory:
         if self._rank == 0:
             header |= {"state": state.to_json(), "config": self._config_text, "shapes": self._share.shapes}
         memory = {file: each for file, (each, _) in files.items()}
-        self._work.put(_Task(slot, header, memory, packed.getvalue(), self._copied))
+        task = _Task(slot, header, memory, targets, packed.getvalue(), updated)
+        self._copied = task.copied
+        self._work.put(task)
 
     def settle(self) -> None:
-        """Let the GPU change the state no earlier than it is copied. The host does not wait."""
-        if self._copied:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        """Let the state change no earlier than it is copied. The host waits for the copies of a CPU. Those of a GPU are
+        waited for by the GPU."""
+        if self._copied and (copied := self._copied.result()):
+            torch.cuda.current_stream().wait_event(copied)
+        self._copied = None
 
     def _pin(self) -> None:
         """Pin the memory of the copies, so that copies from the GPU run beside its work."""
@@ -304,7 +299,7 @@ class CopiesInMemory:
     # -- the threads ------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Hash and send one copy after another."""
+        """Make, hash and send one copy after another."""
         while task := self._work.get():
             try:
                 self._complete(task)
@@ -313,9 +308,31 @@ class CopiesInMemory:
                 self._say_once(f"cannot be kept ({error})")
             self._busy = False
 
+    @torch.no_grad()
+    def _begin(self, task: _Task) -> torch.cuda.Event | None:
+        """Copy the state. Return the event behind the copies of a GPU, which are only launched. The launches take the
+        host some milliseconds, in which the thread that trains launches the next step."""
+        with torch.cuda.stream(self._stream):
+            if self._stream and task.updated:
+                self._stream.wait_event(task.updated)
+            sources = [source if isinstance(source, Tensor) else source() for source in self._sources]
+            # A loop over hundreds of tensors would take three times as long.
+            if sources:
+                torch._foreach_copy_(task.targets, sources, non_blocking=True)
+            # The event wakes this thread, which must not wait busily.
+            copied = torch.cuda.Event(blocking=True) if self._stream else None
+            if copied:
+                copied.record()
+        return copied
+
     def _complete(self, task: _Task) -> None:
-        if task.copied:
-            task.copied.synchronize()
+        try:
+            task.copied.set_result(copied := self._begin(task))
+        except Exception:
+            task.copied.set_result(None)
+            raise
+        if copied:
+            copied.synchronize()
         rng = f"rng-{self._rank:05d}.pt"
         (task.slot.folder / rng).write_bytes(task.rng)
         hashes = {name: int(digest(memory)) for name, memory in task.memory.items()}
@@ -370,9 +387,13 @@ class _Task:
     header: Header
     memory: dict[str, Tensor]
     """The bytes of the files, by name."""
+    targets: list[Tensor]
+    """The vectors of the files to which the state is copied."""
     rng: bytes
-    copied: torch.cuda.Event | None
-    """The event after the copies of a GPU."""
+    updated: torch.cuda.Event | None
+    """The event behind the update that made the state, on a GPU."""
+    copied: Future[torch.cuda.Event | None] = field(default_factory=Future)
+    """Done when the state of a CPU is copied, or the copies of a GPU are launched. It has the event behind these."""
 
 
 def _source(shard: OwnedRange, kind: str) -> Tensor | Callable[[], Tensor]:

@@ -8,6 +8,8 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import rng_state
 
 STEPS = 3
+foreach_copy = torch._foreach_copy_
 LAYOUTS = [(2, 1), (1, 3), (1, 0)]
 
 
@@ -146,6 +149,17 @@ def world(root: str) -> None:
         copies = begin()
         assert copies.newest(expected + 1 if expected else STEPS, 7) is None, "a checkpoint is as new"
         copies.prepare(engine.owned(), "{}")
+        copied = []
+
+        def late(*how: Any, **more: Any) -> None:
+            time.sleep(0.05)
+            copied.append(foreach_copy(*how, **more))
+
+        with patch.object(torch, "_foreach_copy_", late):
+            copies.take(tiny.run_state(9, 9 * tiny.SEQ), 0, rng_state())
+            assert not copied, "the copy is made beside the next step"
+            copies.settle()
+            assert len(copied) == bool(copies._sources), "the next update would change what is copied"
         copies.end()
         assert said == []
 
