@@ -1,4 +1,4 @@
-"""Sum up the 64-bit words of a tensor, each times a factor of its place: what a hash of the tensor's bits is made of."""
+"""Sum up the 64-bit words of a tensor, each times a factor of its place, for a hash of the tensor's bits."""
 
 import torch
 import triton

@@ -153,7 +153,7 @@ def world(root: str) -> None:
 
         def late(*how: Any, **more: Any) -> None:
             time.sleep(0.05)
-            copied.append(foreach_copy(*how, **more))
+            copied.append(foreach_copy(*how, **more))  # noqa: B023
 
         with patch.object(torch, "_foreach_copy_", late):
             copies.take(tiny.run_state(9, 9 * tiny.SEQ), 0, rng_state())
