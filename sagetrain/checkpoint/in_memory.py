@@ -17,7 +17,6 @@ beside the copy is a checkpoint of which a host has the files that its rank read
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import queue
@@ -250,14 +249,12 @@ class CopiesInMemory:
         if self._stream is None and any(shard.read("weight").is_cuda for shard in self._share.owned[:1]):
             self._pin()
         updated = torch.cuda.current_stream().record_event() if self._stream else None
-        packed = io.BytesIO()
-        torch.save(dict(rng), packed)
         header: Header = {"run": self._run, "layout": self._layout, "step": state.step, "published": published}
         header["entry"] = self._share.entry | self._ranges
         if self._rank == 0:
             header |= {"state": state.to_json(), "config": self._config_text, "shapes": self._share.shapes}
         memory = {file: each for file, (each, _) in files.items()}
-        task = _Task(slot, header, memory, targets, packed.getvalue(), updated)
+        task = _Task(slot, header, memory, targets, dict(rng), updated)
         self._copied = task.copied
         self._work.put(task)
 
@@ -334,7 +331,7 @@ class CopiesInMemory:
         if copied:
             copied.synchronize()
         rng = f"rng-{self._rank:05d}.pt"
-        (task.slot.folder / rng).write_bytes(task.rng)
+        torch.save(task.rng, task.slot.folder / rng)
         hashes = {name: int(digest(memory)) for name, memory in task.memory.items()}
         header = task.header | {"hashes": hashes | {rng: task.slot.hash(rng)}}
         header["sizes"] = {name: (task.slot.folder / name).stat().st_size for name in header["hashes"]}
@@ -389,7 +386,7 @@ class _Task:
     """The bytes of the files, by name."""
     targets: list[Tensor]
     """The vectors of the files to which the state is copied."""
-    rng: bytes
+    rng: dict[str, Any]
     updated: torch.cuda.Event | None
     """The event behind the update that made the state, on a GPU."""
     copied: Future[torch.cuda.Event | None] = field(default_factory=Future)
