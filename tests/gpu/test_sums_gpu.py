@@ -1,4 +1,4 @@
-"""Gradients in 16 bits are added to sums in float32 with the bits of torch."""
+"""Gradients in 16 bits are added to sums in float32 with the bits of torch, and hashes have those of a CPU."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import torch
 
 from on_gpu import needs_gpu
 from sagekernels.sums import add_to
+from sagetrain.parallel.digest import digest
 
 pytestmark = needs_gpu()
 SHAPES = [(16,), (4096,), (1000, 336), (5,), (3, 7), (1, 0)]
@@ -19,3 +20,10 @@ def test_the_bits_are_those_of_torch() -> None:
             found = total.clone()
             add_to(found, odd)
             assert torch.equal(found, expected), (shape, dtype)
+
+
+def test_a_hash_is_that_of_the_cpu() -> None:
+    for shape, dtype in itertools.product([*SHAPES[:-1], (3, 1_000_001)], (torch.bfloat16, torch.float32)):
+        values = torch.randn(shape, device="cuda").to(dtype)
+        for part in (values, values.flatten()[1:], values.flatten()[4:]):
+            assert int(digest(part)) == int(digest(part.cpu())), (shape, dtype)
