@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +34,7 @@ from sagetrain.costs.accounting import num_parameters, total_bytes
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.parallel.host import nvidia_smi
 from sagetrain.report.read import read_rows
 from sagetrain.storage.url_path import location
 from sagetrain.training import init_from
@@ -83,10 +82,8 @@ def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
 def _gpu() -> tuple[str, int]:
     """Return the name and the bytes of the first GPU, by nvidia-smi. torch would use half a GB of the GPU for the
     answer."""
-    program = shutil.which("nvidia-smi")
-    words = [program or "", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False) if program else None
-    name, _, mib = (done.stdout.splitlines() or [""])[0].rpartition(",") if done else ("", "", "")
+    lines = nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+    name, _, mib = (lines or [""])[0].rpartition(",")
     return name.strip() or "GPU", int(mib) * 2**20 if mib.strip().isdigit() else 0
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import shutil
-import subprocess
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.costs.hardware import HARDWARE, Hardware, model_of
+from sagetrain.parallel.host import nvidia_smi
 
 
 def of_device(name: str) -> Hardware | None:
@@ -42,15 +41,7 @@ def known_gpu(text: str) -> str:
 
 def gpu_here() -> str | None:
     """Return the name that the driver gives this host's first GPU, or None if there is no NVIDIA GPU or driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(listed.splitlines()), None)
+    return next(iter(nvidia_smi("--query-gpu=name", "--format=csv,noheader")), None)
 
 
 def planned_gpu(asked: str | None) -> tuple[str, str]:

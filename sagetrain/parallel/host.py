@@ -1,9 +1,11 @@
-"""The share of the host's cores that one rank may use."""
+"""The host: the share of its cores that one rank may use, its memory, and what its driver says of GPUs."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +48,18 @@ def memory_of_host() -> int | None:
             if match := re.search(pattern, Path(file).read_text()):
                 found.append(unit * int(match[1]))
     return min(found, default=None)
+
+
+def nvidia_smi(*words: str) -> list[str]:
+    """Return the lines that the driver's tool prints. There are none without the tool, and if it fails."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return []
+    try:
+        return subprocess.run(
+            [tool, *words], capture_output=True, text=True, timeout=20, check=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def use_cores() -> str:

@@ -10,8 +10,6 @@ steps) divided by it.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections import deque
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sagetrain.parallel.host import nvidia_smi
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.stability.controller import Controller, Event, Taken
 
@@ -138,20 +137,10 @@ def gpu_state(place: str) -> str:
     Args:
         place: the words about a device, with GPU-UUID.
     """
-    tool, found = shutil.which("nvidia-smi"), re.search(r"GPU-[\w-]+", place)
-    if not (tool and found):
+    if not (found := re.search(r"GPU-[\w-]+", place)):
         return ""
-    said = []
-    for words in ([f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader,nounits"], ["nvlink", "-e"]):
-        try:
-            done = subprocess.run(
-                [tool, *words, "-i", found[0]], capture_output=True, text=True, timeout=10, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        if words[0] == "nvlink":
-            errors = sum(map(int, re.findall(r"Errors?: (\d+)", done.stdout)))
-            said.append(f"NVLink errors {errors}")
-        else:
-            said += [f"{name} {value.strip()}" for name, value in zip(_ASKED, done.stdout.split(","), strict=False)]
-    return ", ".join(said)
+    device, asked = ("-i", found[0]), f"--query-gpu={','.join(_ASKED.values())}"
+    values = ",".join(nvidia_smi(asked, "--format=csv,noheader,nounits", *device))
+    links = re.findall(r"Errors?: (\d+)", "\n".join(nvidia_smi("nvlink", "-e", *device)))
+    said = [f"{name} {value.strip()}" for name, value in zip(_ASKED, values.split(","), strict=False) if value]
+    return ", ".join([*said, *([f"NVLink errors {sum(map(int, links))}"] if links else [])])

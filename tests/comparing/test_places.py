@@ -147,7 +147,7 @@ def test_after_a_time_limit_the_second_signal_ends_all_at_once() -> None:
 def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(command.shutil, "which", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H200, 143771\necho NVIDIA H200, 143771\n")
     (tmp_path / "nvidia-smi").chmod(0o700)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")

@@ -150,8 +150,8 @@ def test_kernels_stand_alone():
 def test_only_these_files_import_kernels():
     """The model uses attention, QK-norm and experts, collectives the casts of linear layers, and
     optimizers kernels of their own, with the memory that these update. The choices of `auto` and the measurements of
-    errors use kernels as well, sums of gradients one of their own, and what records micro-steps sees whether they are
-    observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals are no
+    errors use kernels as well, sums of gradients and hashes one of their own, and what records micro-steps sees whether
+    they are observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals are no
     kernels."""
     values = ("sagekernels.matmul", "sagekernels.lowbit", "sagekernels.refusals", "sagekernels.graphs")
     users = {name_of(path) for path in SOURCES
@@ -168,6 +168,7 @@ def test_only_these_files_import_kernels():
         "model/dispatch",
         "model/moe",
         "parallel/collectives",
+        "parallel/digest",
         *(f"optim/{name}" for name in ("adamw", "muon", "pieces", "states", "weights")),
     )
     assert users == {f"sagetrain/{name}.py" for name in names} | {"benchmarks/linear.py", "benchmarks/experts.py"}
