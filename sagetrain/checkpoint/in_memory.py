@@ -45,12 +45,13 @@ from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.rendezvous import listen
 from sagetrain.config.errors import ConfigError
-from sagetrain.parallel.digest import digest
-from sagetrain.parallel.host import ranks_of_host
+from sagetrain.parallel.digest import digest_by
+from sagetrain.parallel.host import cores_of_rank, ranks_of_host
 from sagetrain.parallel.objects import of_every_rank, of_rank_0
 from sagetrain.parallel.topology import ParallelGroups
 
 _PATIENCE = 60.0  # seconds for which a message to another host may stand still
+_MOST_THREADS = 8
 _DONE = b"k"
 
 
@@ -87,6 +88,8 @@ class CopiesInMemory:
         self._copied: Future[torch.cuda.Event | None] | None = None
         self._work: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._finish, name="copies", daemon=True)
+        # The other cores are for the threads that train and read data.
+        self._threads = max(1, min(_MOST_THREADS, cores_of_rank() // 2))
         self._peer: socket.socket | None = None
         self._addresses: list[tuple[str, int]] = []
         if away:
@@ -332,7 +335,7 @@ class CopiesInMemory:
             copied.synchronize()
         rng = f"rng-{self._rank:05d}.pt"
         torch.save(task.rng, task.slot.folder / rng)
-        hashes = {name: int(digest(memory)) for name, memory in task.memory.items()}
+        hashes = {name: int(digest_by(self._threads, memory)) for name, memory in task.memory.items()}
         header = task.header | {"hashes": hashes | {rng: task.slot.hash(rng)}}
         header["sizes"] = {name: (task.slot.folder / name).stat().st_size for name in header["hashes"]}
         task.slot.publish(header)

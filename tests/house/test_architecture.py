@@ -148,11 +148,11 @@ def test_kernels_stand_alone():
 
 
 def test_only_these_files_import_kernels():
-    """The model uses attention, QK-norm and experts, collectives the casts of linear layers, and
+    """The model uses attention, QK-norm and experts, collectives and gathered codes the casts of linear layers, and
     optimizers kernels of their own, with the memory that these update. The choices of `auto` and the measurements of
     errors use kernels as well, sums of gradients and hashes one of their own, and what records micro-steps sees whether
-    they are observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals are no
-    kernels."""
+    they are observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals
+    are no kernels."""
     values = ("sagekernels.matmul", "sagekernels.lowbit", "sagekernels.refusals", "sagekernels.graphs")
     users = {name_of(path) for path in SOURCES
              if "sagekernels" in roots({name for name in imports(path) if not name.startswith(values)})}  # fmt: skip

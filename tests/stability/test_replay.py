@@ -24,7 +24,7 @@ from sagetrain.config.errors import ConfigError, TrainingError
 from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.walks import Half
-from sagetrain.parallel.digest import digest
+from sagetrain.parallel.digest import ROW, digest, digest_by
 from sagetrain.stability.replica_check import METRIC, ReplicaCheck, ReplicaTry
 from sagetrain.stability.spikes import Verdict
 from sagetrain.training.build_run import build, check_files
@@ -41,6 +41,12 @@ def flip(values: Tensor, place: int, bit: int) -> None:
     bits = values.detach().view(-1).view(INTEGERS[values.element_size()])
     width = 8 * values.element_size()
     bits[place % len(bits)] ^= 1 << bit if bit < width - 1 else -(1 << bit)
+
+
+def test_threads_have_the_digest_of_one() -> None:
+    for rows, threads in ((1, 1), (7, 3), (5, 8)):
+        data = torch.randint(0, 256, (rows * ROW,), dtype=torch.uint8)
+        assert int(digest_by(threads, data)) == int(digest(data)), (rows, threads)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((), "float32"), ((4097,), "float32"), ((512, 64), "bfloat16")])
