@@ -257,12 +257,14 @@ def _named_templates(value: Any, file: Path) -> dict[str, str]:
 
 def keys_in(file: Path) -> dict[str, Any]:
     """Return the keys of a JSON file of a published folder, or an empty dict if the file does not exist. Raises
-    ConfigError if it holds none."""
+    ConfigError if it holds none, or cannot be read."""
     refuse_pointer(file)
     if not file.is_file():
         return {}
     try:
         tree = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; let this user read it, or copy it again") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON ({error}); copy it again from where it was published") from error
     if not isinstance(tree, dict):

@@ -338,6 +338,10 @@ def test_folders_that_are_not_whole(llama: Path, tmp_path: Path) -> None:
     folder = broken("json")
     (folder / "config.json").write_text("{")
     refused(folder, r"config\.json is not valid JSON")
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/proc/self/mem")  # Nobody can read its beginning.
+    refused(folder, r"config\.json: Input/output error; let this user read it")
+    (folder / "config.json").unlink()
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 5}')
     refused(folder, "has no num_hidden_layers and no hidden_size and no intermediate_size and no num_attention_heads")
     folder = save(tmp_path / "eight", LlamaConfig(**SIZES))
