@@ -1,7 +1,7 @@
 """Time linear layers in 8 bits beside F.linear in bf16, forward and backward, quantization included.
 
-    python benchmarks/linear.py
-    python benchmarks/linear.py --config configs/7b.yaml --tokens 8192 --json linear.json
+    python results/linear-layers/linear.py
+    python results/linear-layers/linear.py --config configs/7b.yaml --tokens 8192 --json linear.json
 
 There is one row for each layer of a block, at the sizes of a configuration: the milliseconds of bf16, and for every
 recipe how many times as fast it is. Weights are rounded beforehand, as a run does once per step. x and the gradients
@@ -10,6 +10,9 @@ is the median over rounds. Every result is compared with fp32 first, and a way t
 
 Products alone are timed with operands that are rounded beforehand: bf16, FP8 and INT8, the three products of every
 layer together.
+
+This script is frozen. It runs with the library as it was at commit 22c1c319, where it was benchmarks/linear.py. A run
+prints the same table of its own layers where linear.precision is auto.
 """
 
 from __future__ import annotations

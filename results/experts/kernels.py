@@ -1,8 +1,8 @@
 """Time mixtures of experts forward and backward: the whole MLP with its routing, and grouped products alone.
 
-    python benchmarks/experts.py
-    python benchmarks/experts.py --shapes olmoe --tokens 16384 32768 --json experts.json
-    python benchmarks/experts.py --ways bf16 "int8 rowwise" --profile
+    PYTHONPATH=.:kernels:benchmarks python results/experts/kernels.py
+    PYTHONPATH=.:kernels:benchmarks python results/experts/kernels.py --shapes olmoe --tokens 16384 --json e.json
+    PYTHONPATH=.:kernels:benchmarks python results/experts/kernels.py --ways bf16 "int8 rowwise" --profile
 
 The whole MLP is timed in these ways, with weights in 8 bits kept as a run keeps them for a step:
 
@@ -17,6 +17,8 @@ by torch._grouped_mm, in FP8 by torch._scaled_grouped_mm and by our kernel, and 
 The whole MLP is compiled. Ways take turns; a figure is the median over rounds. Every result is compared with
 a loop over experts in fp32 first, and a way that is wrong is not timed. `--profile` prints the kernels of each way's
 whole MLP by their time.
+
+This script is frozen. It runs with the library as it was at commit 22c1c319, where it was benchmarks/experts.py.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from linear import in_turn
 from torch import Tensor
 
-from linear import in_turn
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import Rows, gather, plan_rows
 from sagekernels.grouped_casts import grouped_casts, weight_casts
