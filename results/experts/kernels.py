@@ -18,7 +18,7 @@ The whole MLP is compiled. Ways take turns; a figure is the median over rounds. 
 a loop over experts in fp32 first, and a way that is wrong is not timed. `--profile` prints the kernels of each way's
 whole MLP by their time.
 
-This script is frozen. It runs with the library as it was at commit 22c1c319, where it was benchmarks/experts.py.
+This script is frozen. It runs with the library as it was at commit 89f08c0e, where it was benchmarks/experts.py.
 """
 
 from __future__ import annotations

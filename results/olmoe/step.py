@@ -4,7 +4,7 @@
 
 TEXT is a folder with train.xz as results/experts/runs.py takes it: real text of 8,192 words, in a vocabulary of 50,304.
 Ours is the engine of a run with int8 moments, in 16 bits with torch's attention and in INT8. The peer's mixture is a
-stable sort, indexing, torch._grouped_mm, silu and index_add (benchmarks/experts.py), its blocks and its loss are
+stable sort, indexing, torch._grouped_mm, silu and index_add (results/experts/kernels.py), its blocks and its loss are
 compiled, and its AdamW keeps bf16 weights and bf16 moments, which is less work than ours. torchtitan 0.2.2 keeps the
 same, and has its Qwen3 with OLMoE's norm of all heads, and its own torch.compile of the parts of a block. All begin
 with the same weights, a rate of 0 keeps them, and a bias that our first run finds balances the choices of the others.
