@@ -316,8 +316,12 @@ def batches(groups: ParallelGroups, step: int = 0, sequences: int = 4) -> list[B
     return tiny.batches_of(torch.randint(0, tiny.VOCAB, (sequences, tiny.SEQ + 1), generator=draw), groups)
 
 
-def probe_of(engine: Engine) -> QuantizationProbe:
-    return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device, engine.leaves())
+def probe_of(engine: Engine, of_experts: bool = False) -> QuantizationProbe:
+    """Return a probe of all tensors, or of routers and experts alone, whose errors are small beside others."""
+    leaves = {
+        name: leaf for name, leaf in engine.leaves().items() if engine.model.specs[name].of_own_tokens or not of_experts
+    }
+    return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device, leaves)
 
 
 def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, str, dict[str, float]]]:
@@ -328,14 +332,14 @@ def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, str, dict
         groups, masked = tiny.join(*layout[:2]), case == "masked"
         experts = {"tp_size": layout[0], "experts": EXPERTS} if case == "experts" else {}
         engine = tiny.engine(config(layout[2], **experts), groups)
-        own, counted = batches(groups, sequences=2), None
+        own, counted, probe = batches(groups, sequences=2), None, probe_of(engine, case == "experts")
         if masked:
             counted = tiny.SEQ + 5
             for number, batch in enumerate(own):
                 batch.labels = batch.labels.clone()
                 if groups.dp_rank + number * groups.dp_size:  # This is the second micro-batch of all ranks.
                     batch.labels[:, 5:] = MASKED
-        found = engine.step(own, len(own), 1e-2, Observers(probes=[probe_of(engine)]), counted).metrics
+        found = engine.step(own, len(own), 1e-2, Observers(probes=[probe]), counted).metrics
         found = {name: value for name, value in found.items() if name.startswith("quant_noise/")}
         results.append((layout, case, found))
     return results
