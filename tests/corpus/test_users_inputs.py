@@ -148,6 +148,12 @@ def test_a_pointer_beside_a_tokenizer_is_named(tmp_path: Path, name: str) -> Non
         read_template(tmp_path / name) if "given" in name else Tokenizer.load(file)
 
 
+def test_an_empty_template_is_no_choice_of_the_tokenizers_own(tmp_path: Path) -> None:
+    (tmp_path / "given.jinja").write_text("\n")
+    with pytest.raises(ConfigError, match=r"--chat-template .*given\.jinja is empty; copy it again"):
+        read_template(tmp_path / "given.jinja")
+
+
 def in_an_archive(folder: Path) -> None:
     with tarfile.open(folder / "a.tar", "w") as tar:
         info = tarfile.TarInfo("given.jsonl")
