@@ -21,7 +21,6 @@ from .pieces import INTERPRETED
 BLOCK = 256
 """The number of consecutive values that share a scale in 8 bits."""
 _DECADES = tl.constexpr(7)
-_TABLE = tl.constexpr(256)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 TILES = {True: (1, 1), False: (4, 4)}
 """The blocks and warps of a program for moments in 8 bits, and for others. On an H200 a warp that shares nothing takes

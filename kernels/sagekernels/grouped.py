@@ -315,8 +315,8 @@ def plan_rows(choices: Tensor, experts: int, room: int | None = None) -> Rows:
     """Sort the choices of tokens by expert, stably, on the device and without a wait of the host.
 
     Args:
-        choices: int64 or int32 [T, k], the experts of each token, all different. A number outside of 0 .. experts - 1
-            is an expert of another rank: that choice has no row.
+        choices: int64 or int32 [T, k], the experts of each token, which may repeat. A number outside of
+            0 .. experts - 1 is an expert of another rank: that choice has no row.
         experts: E, how many experts there are.
         room: R, the number of rows that there is memory for (default: T k, which always suffices).
 

@@ -152,7 +152,10 @@ def _measure(candidates: Mapping[str, AttentionConfig], kinds: Mapping[Shape, fl
     """Time each candidate that is admitted, at each kind of layer."""
     seconds, remarks = dict[str, float](), list[str]()
     place: dict[str, Any] = {"dtype": calls.dtype, "device": calls.device}
-    known = f"sage {serving(capability(calls.device), next(iter(kinds)).head_dim).fastest}"
+    known = ""
+    # No kernels serve some sizes of heads, for which no candidate is sage.
+    if any(settings.backend == "sage" for settings in candidates.values()):
+        known = f"sage {serving(capability(calls.device), next(iter(kinds)).head_dim).fastest}"
     for name, settings in candidates.items():
         # The kernels of the other recipe take seconds to compile.
         if settings.backend == "sage" and name != known and math.isfinite(seconds.get(known, math.inf)):

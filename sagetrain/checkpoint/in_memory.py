@@ -88,8 +88,8 @@ class CopiesInMemory:
         self._copied: Future[torch.cuda.Event | None] | None = None
         self._work: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._finish, name="copies", daemon=True)
-        # The other cores are for the threads that train and read data.
-        self._threads = max(1, min(_MOST_THREADS, cores_of_rank() // 2))
+        # The other cores are for the threads that train and read data. Each thread uses as many of torch's.
+        self._threads = max(1, min(_MOST_THREADS, cores_of_rank() // 2) // torch.get_num_threads())
         self._peer: socket.socket | None = None
         self._addresses: list[tuple[str, int]] = []
         if away:
@@ -312,6 +312,9 @@ class CopiesInMemory:
     def _begin(self, task: _Task) -> torch.cuda.Event | None:
         """Copy the state. Return the event behind the copies of a GPU, which are only launched. The launches take the
         host some milliseconds, in which the thread that trains launches the next step."""
+        if self._stream:
+            # A thread begins at GPU 0, to which the end of the block would return: all ranks would take memory there.
+            torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             if self._stream and task.updated:
                 self._stream.wait_event(task.updated)

@@ -5,10 +5,10 @@ Heavy imports are inside the verbs, so that `--help` and `plan` answer at once a
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -93,7 +93,8 @@ def run(words: Sequence[str]) -> int:
         KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
     """
     # No shell replaces ~ behind --option=.
-    words = [re.sub(r"^(--[a-z-]+=)~(?=/)", rf"\1{Path.home()}", word) for word in words]
+    words = [re.sub(r"(?<==)~/.*", lambda at_home: os.path.expanduser(at_home[0]), word)
+             if re.match("--[a-z-]+=~/", word) else word for word in words]  # fmt: skip
     for option, after in zip(words, [*words[1:], ""], strict=False):  # Other programs take keys as options.
         if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
             key, _, value = option[2:].partition("=")

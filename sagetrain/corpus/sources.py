@@ -370,7 +370,7 @@ def _not_found(source: str) -> str:
             f"{what}; a pattern is expanded by the shell, without quotation marks, or give its folder and "
             f"{spelled('glob')}"
         )
-    return f"{what}; ~ is expanded by the shell alone, so write the path in full" if source.startswith("~") else what
+    return what
 
 
 def _separator(text: str) -> bytes:

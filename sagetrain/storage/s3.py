@@ -32,7 +32,8 @@ PATIENCE = 180.0
 _FIRST_PATIENCE = 12.0
 """The seconds for which a call to a bucket is tried again if the bucket has not answered this process yet."""
 _FIRST_ANSWER = 6.0
-"""The seconds in which such a bucket must answer each try."""
+"""The seconds in which such a bucket must answer each try, and one more for each _A_SECOND bytes of data."""
+_A_SECOND = 1 << 20
 _ANSWERED = set[str]()
 _SILENT: dict[str, tuple[float, str]] = {}
 """The buckets that have not answered: when the last call ended, and its error. All checks of a start ask the same one,
@@ -159,7 +160,8 @@ class S3(Store):
         # This import loads asyncio and more.
         from fsspec.asyn import sync
 
-        seconds = None if self._bucket in _ANSWERED else _FIRST_ANSWER
+        size = len(more.get("Body", b"")) or more.get("end", 0) - more.get("start", 0)
+        seconds = None if self._bucket in _ANSWERED else _FIRST_ANSWER + size / _A_SECOND
         return sync(filesystem.loop, getattr(filesystem, coroutine), *how, timeout=seconds, **more)
 
     def _again(self, name: str, act: Callable[[], T], done: Callable[[], bool] | None = None) -> T:
@@ -168,12 +170,11 @@ class S3(Store):
         Args:
             done: tells, after a refusal that may be about this call's own first try, whether that one was carried out.
         """
-        first, wait = self._bucket not in _ANSWERED, 0.1
-        patience = min(self._patience, _FIRST_PATIENCE) if first else self._patience
-        until, said = time.monotonic() + patience, not first
+        first, wait, began = self._bucket not in _ANSWERED, 0.1, time.monotonic()
+        said = not first
         where = f"s3://{self._bucket}/{self._prefix}{name}"
         ended, why = _SILENT.get(self._bucket, (-_REMEMBERED, ""))
-        if first and time.monotonic() - ended < _REMEMBERED:
+        if first and began - ended < _REMEMBERED:
             raise OSError(f"{where}: {why}")
         while True:
             try:
@@ -183,7 +184,9 @@ class S3(Store):
             except Exception as error:
                 refused = isinstance(error, FileExistsError) or "PreconditionFailed" in repr(error.__cause__)
                 missing = isinstance(error, FileNotFoundError)
-                if refused or missing:
+                answer = getattr(error.__cause__, "response", None)
+                status = answer["ResponseMetadata"].get("HTTPStatusCode") if answer else None
+                if refused or missing or status in _TOO_BUSY:
                     _ANSWERED.add(self._bucket)
                 if done and (refused or missing) and _true(done):
                     return None  # type: ignore[return-value]
@@ -199,12 +202,14 @@ class S3(Store):
                 # Errors of the network have the types of the libraries that meet them.
                 if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
                     raise
+                first = self._bucket not in _ANSWERED
+                patience = min(self._patience, _FIRST_PATIENCE) if first else self._patience
                 if not said:
                     print(f"waiting for {where}, for {patience:.0f} s: {_said(error)}", file=sys.stderr, flush=True)
                     said = True
-                if time.monotonic() + wait > until:
+                if time.monotonic() + wait > began + patience:
                     why = f"{_said(error)} (tried for {patience:.0f} s)"
-                    if first and not hasattr(error.__cause__, "response"):
+                    if first and not answer:
                         why += f"; {_REACH}"
                         _SILENT[self._bucket] = time.monotonic(), why
                         # The endpoint may be another one at the next call.
@@ -217,6 +222,7 @@ class S3(Store):
 _REACH = "look at the bucket's name, the endpoint (AWS_ENDPOINT_URL, endpoint_url in ~/.aws/config) and the way to it"
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOTokenLoadError",
                    "UnauthorizedSSOTokenError", "CredentialRetrievalError"}  # fmt: skip
+_TOO_BUSY = 429, 503
 _LIBRARIES = {"aiobotocore", "aiohttp", "asyncio", "botocore", "fsspec", "urllib3"}
 
 
@@ -229,7 +235,7 @@ def _true(done: Callable[[], bool]) -> bool:
 def _said(error: BaseException) -> str:
     """Return the text of an error without the numbers that are put before it."""
     if type(error).__name__ == "FSTimeoutError":
-        return f"no answer within {_FIRST_ANSWER:.0f} s"
+        return "no answer in time"
     return str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error) or repr(error)
 
 

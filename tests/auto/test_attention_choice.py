@@ -166,6 +166,12 @@ def test_a_recipe_known_to_be_faster_is_timed_alone(
     assert list(measured.times["attention"]) == timed and len(measured.remarks) == 3
 
 
+def test_heads_that_no_kernel_serves_are_timed_without_sage() -> None:
+    calls = RankCalls(1, 1, False, 1, 8, torch.device("cpu"), torch.float32)
+    found = {"sdpa": AttentionConfig(backend="sdpa")}
+    assert attention_choice._measure(found, {Shape(1, 8, 8, 1, 1, 8): 1.0}, calls).times["attention"].keys() == {"sdpa"}
+
+
 class Stream:
     """A stream of data that is never read to its end."""
 

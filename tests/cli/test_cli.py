@@ -307,6 +307,14 @@ def test_arguments_that_are_refused(capsys, words: list[object], said: str) -> N
     assert said in capsys.readouterr().err
 
 
+def test_a_user_without_a_home_folder_runs_commands(monkeypatch, capsys) -> None:
+    """Containers are run with numbers of users that no file of the image knows."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert main(["--version"]) == 0 and main(["config", "none", "--out=~/a"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("run_dir", "said"), [
     ("file", "{}/file is no folder that can be written to [run_dir]"),
     ("file/run", "{}/file is no folder that can be written to [run_dir]"),

@@ -180,7 +180,6 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
     ([], {}, "no source of text"), (["./none.jsonl"], {}, r"\./none\.jsonl: no such file or folder"),
     (["none.jsonl"], {}, "no such file or folder"),
     (["none/*.jsonl"], {}, "no such .* a pattern is expanded by the shell, .*, or give its folder and --glob"),
-    (["~nobody.here/none.txt"], {}, "no such .* ~ is expanded by the shell alone"),
     (["s3://none/a.jsonl"], {}, "is an address, and files are read from this machine alone; download it first"),
     (["link.txt"], {}, r"link\.txt: is a link to nowhere, which leads to nothing; mend"),
     (["/dev/null"], {}, "is neither a file nor a folder"),

@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,24 @@ def test_what_does_not_pass_is_said(bucket: Bucket, tmp_path) -> None:
             bucket.faults()
 
 
+def test_a_bucket_that_is_busy_at_first_has_answered(bucket: Bucket, tmp_path, monkeypatch) -> None:
+    """Many ranks begin at once, and the server asks them to slow down."""
+    monkeypatch.setattr(s3, "_ANSWERED", set())
+    monkeypatch.setattr(s3, "_FIRST_PATIENCE", 0.1)
+    bucket.faults(**{"503": 2})
+    S3(f"{bucket.name}/{tmp_path.name}").put("a", b"")
+    assert bucket.faults() == {"503": 2}
+
+
+def test_a_first_call_has_time_for_its_data(monkeypatch) -> None:
+    waits = []
+    monkeypatch.setattr("fsspec.asyn.sync", lambda *_, timeout, **how: waits.append(timeout) or b"abc")
+    for number, act in enumerate([lambda to: to.put("a", bytes(32 << 20)), lambda to: to.read("a", 0, 3), S3.sizes]):
+        with suppress(AttributeError):  # This is no page of names.
+            act(S3(f"new-{number}"))
+    assert waits == pytest.approx([s3._FIRST_ANSWER + 32, s3._FIRST_ANSWER, s3._FIRST_ANSWER], abs=1e-3)
+
+
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_bucket_that_never_answers_is_said_soon(tmp_path, corpus, monkeypatch, capsys, listens: bool) -> None:
     """The endpoint refuses connections, or takes them and is silent. A plan waits for it once."""
@@ -153,7 +172,7 @@ def test_a_bucket_that_never_answers_is_said_soon(tmp_path, corpus, monkeypatch,
             found = make_plan(config, [f"training.{key}={url}"], 1, H200).findings
             (refused,) = [each for each in found if each.rule == "refused_by_train"]
             assert refused.key == f"training.{key}" and "AWS_ENDPOINT_URL" in refused.message, refused.message
-            assert ("no answer within" if listens else "Could not connect") in refused.message, refused.message
+            assert ("no answer in time" if listens else "Could not connect") in refused.message, refused.message
             assert capsys.readouterr().err.count(f"waiting for {url}") == 1
         with pytest.raises(ConfigError, match=r"token files of data: s3://away.*AWS_ENDPOINT_URL"):
             make_plan(config, [f"data.train.0.path=s3://away-{int(listens)}/data/train"], 1, H200)
