@@ -220,14 +220,16 @@ class Broken(AttentionFunction):
 def _choose(
     cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, context: int = 1, **asked: str
 ) -> str:
-    """Return the choice of attention as on a GPU."""
+    """Return the choice of attention as on a GPU, and add the last thing that it said to `said`."""
+    heard: list[str] = []
     attention = AttentionConfig(**{"backend": "auto", "recipe": "fine", **asked})
     calls = RankCalls(ranks, context, True, 2, 64, CPU, torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_choice, "to_be_chosen", lambda *_: True)
         chosen, _ = attention_choice.settle_attention(
-            attention, SHAPE, None, calls, documents=lambda: documents, cache=cache, say=said.append
+            attention, SHAPE, None, calls, documents=lambda: documents, cache=cache, say=heard.append
         )
+    said.append(heard[-1])
     assert chosen.model_copy(update={"backend": attention.backend, "recipe": attention.recipe}) == attention
     return f"sage {chosen.recipe}" if chosen.backend == "sage" else chosen.backend
 
