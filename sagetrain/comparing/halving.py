@@ -45,6 +45,9 @@ class Halving:
             raise ConfigError(f"{given}: the first value is not below the second one; write {self.key}=LOW:HIGH")
         if self.low < 0:
             raise ConfigError(f"{given}: begins below 0; name a range of values that are 0 or more")
+        if self.whole and (self.low % 1 or self.high % 1):
+            written = f"{self.key}={math.ceil(self.low)}:{math.floor(self.high)}"
+            raise ConfigError(f"{given}: {self.key} takes whole numbers; write {written}")
         if (needed := self.cost(LEAST)) > self.budget:
             fewer = f", --seeds 1 ({replace(self, seeds=1).cost(LEAST):,} tokens)" if self.seeds > 1 else ""
             raise ConfigError(

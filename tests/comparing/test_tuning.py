@@ -157,6 +157,7 @@ def test_losses_that_bend_the_other_way_have_no_range(losses: Sequence[float]) -
      "lr_schedule.warmup_tokens = 256: does not shrink with the runs of early rounds; use lr_schedule.warmup"),
     ("training.total_tokens=1e4:1e5", 10**9, [], "is what rounds differ in"),
     ("training.restarts=0:3", 10**9, [], "has 4 values; name a range with 5 or more"),
+    ("training.restarts=0.4:30", 10**9, [], "takes whole numbers; write training.restarts=1:30"),
     ("data.train.0.weight=1:9", 10**9, [], "is no number that can be searched"),
 ])  # fmt: skip
 def test_searches_that_cannot_be_made(base: Path, range_: str, budget: int, overrides: list[str], said: str) -> None:
