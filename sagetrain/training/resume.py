@@ -14,6 +14,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.former_keys import take_out
 from sagetrain.config.load import flat, saved_config
 from sagetrain.config.rules.data import ORDER
 from sagetrain.config.run_parts import KEYS_OF_STAGES, lengths_of, part_at, parts
@@ -140,7 +141,10 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
 def changed(cfg: RunConfig, folder: Location) -> list[str]:
     """Return lines `key: old -> new` for the settings that differ from those that a checkpoint was written with. What a
     part of a run takes from its stages differs from part to part, and is in the schedule."""
-    lines = changed_settings(saved_config(folder / "config.yaml"), cfg.model_dump(mode="json"))
+    saved = saved_config(folder / "config.yaml")
+    # Earlier versions wrote every key, so one that is gone has changed nothing unless it was set.
+    lines = [f"{'.'.join(map(str, key.path))}: {value!r} -> None" for key, value in take_out(saved)]
+    lines += changed_settings(saved, cfg.model_dump(mode="json"))
     return [line for line in lines if not (lengths_of(cfg) and line.startswith(tuple(KEYS_OF_STAGES)))]
 
 

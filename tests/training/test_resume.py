@@ -28,6 +28,8 @@ from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError
 from sagetrain.costs.hardware import H200
 from sagetrain.planning.plan import make_plan
+from sagetrain.storage.url_path import location
+from sagetrain.training import resume
 from trained import make_trainer
 
 
@@ -332,3 +334,12 @@ def test_a_rank_that_fails_with_others_lets_the_launcher_end_it() -> None:
     rank.start()
     rank.join()
     assert rank.exitcode == -signal.SIGTERM
+
+
+def test_a_former_key_that_did_nothing_has_not_changed(tmp_path) -> None:
+    cfg = tiny.config(3)
+    tree = cfg.model_dump(mode="json")
+    for value, lines in ((False, []), (True, ["parallel.gather_8_bits: True -> None"])):
+        tree["parallel"]["gather_8_bits"] = value
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+        assert resume.changed(cfg, location(str(tmp_path))) == lines
