@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,13 +67,14 @@ ARMS: dict[str, tuple[dict, dict]] = {
 """Attention and linear layers of each arm, experts included."""
 
 
-def config(arm: str, tokens: int) -> RunConfig:
-    attention, linear = ARMS[arm]
+def config_of(arithmetic: tuple[dict, dict], tokens: int, model: dict, dtype: str = "", **attention: str) -> RunConfig:
+    """Return the configuration of a model with so many tokens a step. The dtype is by default that of the device."""
+    of_attention, linear = arithmetic
     return tiny.config(
         1,
-        "bf16" if torch.cuda.is_available() else "fp32",
-        model={**SHAPE, "vocab_size": VOCAB, "experts": {**EXPERTS, "balance": BALANCE}},
-        attention=attention,
+        dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
+        model={**model, "vocab_size": VOCAB},
+        attention={**of_attention, **attention},
         linear=linear,
         data={"seq_length": LENGTH, "micro_batch_size": MICRO},
         tokens_per_step={"tokens": tokens},
@@ -81,6 +82,10 @@ def config(arm: str, tokens: int) -> RunConfig:
         parallel={"engine": "fsdp"},
         training={"total_tokens": 10**9, "cuda_graphs": "off"},
     )
+
+
+def config(arm: str, tokens: int) -> RunConfig:
+    return config_of(ARMS[arm], tokens, {**SHAPE, "experts": {**EXPERTS, "balance": BALANCE}})
 
 
 @torch.no_grad()
@@ -153,19 +158,40 @@ def choices(given: list | None) -> Iterator[list]:
         Router.chosen = CHOSEN
 
 
-@torch.no_grad()
-def evaluated(engine: Engine, cfg: RunConfig, valid: Text, exact: bool) -> dict:
-    """Evaluate a finished run. The loss in its arithmetic is of the compiled model, all others are not compiled."""
-    found = {"valid": engine.evaluate(valid.batches(list(range(VALID))))["valid/loss"]}
-    if not exact:
-        return found
+def in_16_bits(engine: Engine, cfg: RunConfig) -> AbstractContextManager[None]:
+    """Let the model compute in 16 bits."""
     dtype = torch.bfloat16 if engine.device.type == "cuda" else torch.float32
     sdpa = cfg.attention.model_copy(update={"backend": "sdpa"})
     (reference, *_) = attention_functions(sdpa, cfg.model, device=engine.device, dtype=dtype)
+    return engine.model.exact(reference)
+
+
+@torch.no_grad()
+def evaluated_in(engine: Engine, valid: Text, ways: Mapping[str, AbstractContextManager[None]]) -> dict:
+    """Evaluate a finished run compiled, and in some ways that are not compiled."""
+    batches = valid.batches(list(range(VALID)))
+    found = {"valid": engine.evaluate(batches)["valid/loss"]}
+    for name, how in ways.items():
+        with torch.compiler.set_stance("force_eager"), how:
+            found[name] = engine.evaluate(batches)["valid/loss"]
+    return found
+
+
+def evaluated_dense(engine: Engine, cfg: RunConfig, valid: Text, exact: bool) -> dict:
+    """Evaluate a finished run of a dense model in its own arithmetic, and one in INT8 in 16 bits as well."""
+    return evaluated_in(engine, valid, {"own": nullcontext(), "sixteen": in_16_bits(engine, cfg)} if exact else {})
+
+
+@torch.no_grad()
+def evaluated(engine: Engine, cfg: RunConfig, valid: Text, exact: bool) -> dict:
+    """Evaluate a finished run. The loss in its arithmetic is of the compiled model, all others are not compiled."""
+    found = evaluated_in(engine, valid, {})
+    if not exact:
+        return found
     parts = valid.batches(list(range(PARTED)))
 
     def loss(sixteen: bool, given: list | None = None) -> tuple[float, list]:
-        how = engine.model.exact(reference) if sixteen else nullcontext()
+        how = in_16_bits(engine, cfg) if sixteen else nullcontext()
         with torch.compiler.set_stance("force_eager"), choices(given) as made, how:
             return engine.evaluate(parts)["valid/loss"], made
 
@@ -180,7 +206,7 @@ def evaluated(engine: Engine, cfg: RunConfig, valid: Text, exact: bool) -> dict:
 
 
 class Study(NamedTuple):
-    """The runs of a page. head-loss and window-loss have others."""
+    """The runs of a page. Pages about dense models have others."""
 
     arms: dict[str, tuple[dict, dict]]
     """The arithmetic of each arm. `bf16` trains the common halves."""

@@ -10,6 +10,7 @@ commit.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experts"))
 
 import runs
-import tiny
 from sagetrain.config import RunConfig
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.transformer import changed
@@ -31,31 +31,14 @@ ARMS = {arm: (ATTENTION, {"precision": "int8", "recipe": "rowwise", "head": head
 
 
 def config(arm: str, tokens: int) -> RunConfig:
-    attention, linear = ARMS[arm]
-    return tiny.config(
-        1,
-        "bf16",
-        model={**SHAPE, "vocab_size": runs.VOCAB},
-        attention={**attention, "qk_norm": "before_rope"},
-        linear=linear,
-        data={"seq_length": runs.LENGTH, "micro_batch_size": runs.MICRO},
-        tokens_per_step={"tokens": tokens},
-        optimizer={"lr": 1e-3},
-        parallel={"engine": "fsdp"},
-        training={"total_tokens": 10**9, "cuda_graphs": "off"},
-    )
+    return runs.config_of(ARMS[arm], tokens, SHAPE, "bf16", qk_norm="before_rope")
 
 
-@torch.no_grad()
 def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> dict:
-    """Evaluate a finished run, and one with a head in 8 bits with a head in 16 bits as well, both not compiled."""
-    batches = valid.batches(list(range(runs.VALID)))
-    found = {"valid": engine.evaluate(batches)["valid/loss"]}
+    """Evaluate a finished run, and one with a head in 8 bits with a head in 16 bits as well."""
     head = engine.model.head
-    for name, how in (("own", {}), ("sixteen", {(head, "matmul"): head.in_dtype})) if exact else ():
-        with torch.compiler.set_stance("force_eager"), changed(how):
-            found[name] = engine.evaluate(batches)["valid/loss"]
-    return found
+    ways = {"own": nullcontext(), "sixteen": changed({(head, "matmul"): head.in_dtype})} if exact else {}
+    return runs.evaluated_in(engine, valid, ways)
 
 
 def table(rows: list[dict]) -> None:

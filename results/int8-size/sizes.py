@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experts"))
 
 import runs
-import tiny
 from sagetrain.config import RunConfig
-from sagetrain.engines.protocol import Engine
-from sagetrain.model.selection import attention_functions
 
 SIZE = os.environ.get("SIZE", "43m")
 # Layers, width, width of the MLP, heads of queries and of keys, and whether the output projection is the embedding.
@@ -39,35 +33,7 @@ runs.RATES = {16384: 1e-3 * 512 / SIZES[SIZE][1]}
 
 
 def config(arm: str, tokens: int) -> RunConfig:
-    attention, linear = ARMS[arm]
-    return tiny.config(
-        1,
-        "bf16" if torch.cuda.is_available() else "fp32",
-        model={**SHAPE, "vocab_size": runs.VOCAB},
-        attention={**attention, "qk_norm": "before_rope"},
-        linear=linear,
-        data={"seq_length": runs.LENGTH, "micro_batch_size": runs.MICRO},
-        tokens_per_step={"tokens": tokens},
-        optimizer={"lr": 1e-3},
-        parallel={"engine": "fsdp"},
-        training={"total_tokens": 10**9, "cuda_graphs": "off"},
-    )
-
-
-@torch.no_grad()
-def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> dict:
-    """Evaluate a finished run in its own arithmetic, and one in INT8 in 16 bits as well, both not compiled."""
-    batches = valid.batches(list(range(runs.VALID)))
-    found = {"valid": engine.evaluate(batches)["valid/loss"]}
-    if not exact:
-        return found
-    dtype = torch.bfloat16 if engine.device.type == "cuda" else torch.float32
-    sdpa = cfg.attention.model_copy(update={"backend": "sdpa"})
-    (reference, *_) = attention_functions(sdpa, cfg.model, device=engine.device, dtype=dtype)
-    for name, how in (("own", nullcontext()), ("sixteen", engine.model.exact(reference))):
-        with torch.compiler.set_stance("force_eager"), how:
-            found[name] = engine.evaluate(batches)["valid/loss"]
-    return found
+    return runs.config_of(ARMS[arm], tokens, SHAPE, qk_norm="before_rope")
 
 
 def table(rows: list[dict]) -> None:
@@ -81,4 +47,4 @@ if __name__ == "__main__":
         os.environ["SIZE"] = sys.argv[place + 1]
         del sys.argv[place : place + 2]
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    runs.main(runs.Study(ARMS, config, evaluated, table))
+    runs.main(runs.Study(ARMS, config, runs.evaluated_dense, table))
