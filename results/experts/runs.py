@@ -365,7 +365,7 @@ def compared(rows: list[dict], arms: Iterable[str], title: str, what: str) -> No
 
 
 STUDY = Study(ARMS, config, evaluated, table)
-"""That of this page."""
+"""The study of mixtures, for which this script was written."""
 
 
 def main(study: Study = STUDY) -> None:
