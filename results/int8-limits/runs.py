@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:kernels:tests/support:results/muon-loss python results/int8-limits/runs.py TEXT OUT --seconds 225
     ... --found OUT/runs.jsonl --jobs none:paper:few:4:1 none:sdpa:few:4:1
+    ... --model 325m --norms none --sizes few --rung 2
 
 TEXT is a folder with tokens of 16 bits, train.xz and valid.xz, of 8,192 words. Each case (QK-norm, attention, few or
 many tokens per step) has a process of its own, which keeps one engine and gives it the initial weights of a run before
@@ -43,7 +44,9 @@ BAND, FIRST, LOWEST, HIGHEST, PARTS = 0.2, 2e-3, -2, 10, 20
 SEQUENCES, VALID, STEPS = 16, 96, {"few": 400, "many": 80}
 MICRO = {"few": 1, "many": 8}
 MODEL: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4}
+LARGE = {"num_layers": 20, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16}
 if os.environ.get("SMALL"):
+    LARGE = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 2}
     SEQUENCES, VALID, STEPS, HIGHEST = 2, 4, {"few": 20, "many": 20}, 4
     MODEL |= {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
 TOKENS = {size: MICRO[size] * SEQUENCES * LENGTH for size in MICRO}
@@ -124,12 +127,13 @@ def next_rung(runs: dict[int, bool], start: int, stride: int) -> int | None:
     return (bad + good) // 2 if bad - good > 1 else None
 
 
-def proposed(rows: list[dict], seeds: int) -> Iterator[tuple[int, int]]:
-    """Yield seed and rung of each run, by what the runs so far found. `rows` grows in between."""
+def proposed(rows: list[dict], seeds: int, first: int) -> Iterator[tuple[int, int]]:
+    """Yield seed and rung of each run, by what the runs so far found. `rows` grows in between. `first` is the first
+    rung."""
     of = lambda seed: {row["rung"]: row["diverged"] for row in rows if row["seed"] == seed}  # noqa: E731
     for seed in range(seeds):
         bad, good = edge(of(0))
-        start, stride = (0, 2) if seed == 0 else (good if good is not None else bad or 0, 1)
+        start, stride = (first, 2) if seed == 0 else (good if good is not None else bad or 0, 1)
         while (rung := next_rung(of(seed), start, stride)) is not None:
             yield seed, rung
 
@@ -150,10 +154,17 @@ def worker(norm: str, attention: str, size: str, asked: argparse.Namespace) -> N
     texts = (train, valid, torch.special.entr(shares).sum())
     cfg = config(norm, attention, size)
     engine = tiny.alone(cfg, device, VOCAB)
-    case = {"qk_norm": norm, "attention": attention, "tokens_per_step": TOKENS[size], "entropy": float(texts[2])}
-    rows = [row for row in read([*asked.found]) if all(row[key] == value for key, value in case.items())]
+    case = {
+        "model": asked.model,
+        "qk_norm": norm,
+        "attention": attention,
+        "tokens_per_step": TOKENS[size],
+        "entropy": float(texts[2]),
+    }
+    found = [{"model": "9m", **row} for row in read([*asked.found])]
+    rows = [row for row in found if all(row[key] == value for key, value in case.items())]
     took = 0.0
-    for seed, rung in named(norm, attention, size, asked) if asked.jobs else proposed(rows, asked.seeds):
+    for seed, rung in named(norm, attention, size, asked) if asked.jobs else proposed(rows, asked.seeds, asked.rung):
         if time.time() + took > asked.until:
             break
         row = {**case, "seed": seed, "rung": rung, "lr": FIRST * 2.0**rung}
@@ -195,9 +206,14 @@ def main() -> None:
     parser.add_argument("--attention", nargs="*", default=["paper", "sdpa"])
     parser.add_argument("--norms", nargs="*", default=["none", "before_rope"])
     parser.add_argument("--sizes", nargs="*", default=["many", "few"])
+    parser.add_argument("--model", choices=["9m", "325m"], default="9m")
+    parser.add_argument("--rung", type=int, default=0, help="the first of a search")
     parser.add_argument("--jobs", nargs="*", help="QK-NORM:ATTENTION:few or many:RUNG:SEED, in place of the search")
     parser.add_argument("--only")
     asked = parser.parse_args()
+    if asked.model == "325m":
+        MODEL.update(LARGE)
+        STEPS["few"] = STEPS["few"] if os.environ.get("SMALL") else 160
     if asked.only:
         worker(*asked.only.split(":"), asked)
         return
