@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:kernels:tests/support:results/muon-loss python results/int8-limits/runs.py TEXT OUT --seconds 225
     ... --found OUT/runs.jsonl --jobs none:paper:few:4:1 none:sdpa:few:4:1
-    ... --model 325m --norms none --sizes few --rung 2
+    ... --model 325m --steps 120 --norms none --sizes few --rung 2
 
 TEXT is a folder with tokens of 16 bits, train.xz and valid.xz, of 8,192 words. Each case (QK-norm, attention, few or
 many tokens per step) has a process of its own, which keeps one engine and gives it the initial weights of a run before
@@ -207,13 +207,14 @@ def main() -> None:
     parser.add_argument("--norms", nargs="*", default=["none", "before_rope"])
     parser.add_argument("--sizes", nargs="*", default=["many", "few"])
     parser.add_argument("--model", choices=["9m", "325m"], default="9m")
+    parser.add_argument("--steps", type=int, help="of a run with few tokens a step, a multiple of 20")
     parser.add_argument("--rung", type=int, default=0, help="the first of a search")
     parser.add_argument("--jobs", nargs="*", help="QK-NORM:ATTENTION:few or many:RUNG:SEED, in place of the search")
     parser.add_argument("--only")
     asked = parser.parse_args()
     if asked.model == "325m":
         MODEL.update(LARGE)
-        STEPS["few"] = STEPS["few"] if os.environ.get("SMALL") else 160
+    STEPS["few"] = asked.steps or STEPS["few"]
     if asked.only:
         worker(*asked.only.split(":"), asked)
         return
