@@ -1,4 +1,6 @@
-"""Sum up the 64-bit words of a tensor, each times a factor of its place, for a hash of the tensor's bits."""
+"""Sum up the 64-bit words of a tensor or a file, each times a factor of its place, for a hash of its bits."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -8,6 +10,8 @@ from torch import Tensor
 from .launch import on_device_of
 
 BLOCK, WARPS = 4096, 8
+PROGRAMS = 64
+"""The programs that share a vector of a file."""
 
 
 @triton.jit
@@ -42,6 +46,56 @@ def word_sum(words: Tensor, columns: int, of_column: int, of_row: int) -> Tensor
                 words, total, size, columns, _signed(of_column), _signed(of_row), BLOCK, num_warps=WARPS
             )
     return total
+
+
+@triton.jit
+def _file_sums_kernel(
+    TABLE, SUMS, COLUMNS: tl.constexpr, OF_COLUMN: tl.constexpr, OF_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    row = TABLE + tl.program_id(0) * 4
+    values, size, first = tl.load(row).to(tl.pointer_type(tl.uint32)), tl.load(row + 1), tl.load(row + 2)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for begin in range(tl.program_id(1) * BLOCK, size, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        half = tl.load(values + at, mask=at < size, other=0).to(tl.int64)
+        # A vector may begin in the middle of a word.
+        word = (first + at) // 2
+        factors = (word % COLUMNS) * OF_COLUMN + (word // COLUMNS) * OF_ROW + 1
+        total += (half << (first + at) % 2 * 32) * factors
+    tl.atomic_add(SUMS + tl.load(row + 3), tl.sum(total, 0), sem="relaxed")
+
+
+def file_sums(
+    vectors: Sequence[Tensor],
+    places: Sequence[tuple[int, int]],
+    files: int,
+    columns: int,
+    of_column: int,
+    of_row: int,
+) -> Tensor:
+    """Return the sums of `word_sum` for files that consist of vectors and zeros. One launch reads all vectors.
+
+    Args:
+        vectors: contiguous fp32 vectors on a GPU, one or more.
+        places: for each vector the number of its file, and its place there in values of 4 bytes.
+        files: the number of files.
+        columns: the number of words of a row.
+        of_column: the step of the factors along a row.
+        of_row: the step of the factors from row to row.
+
+    Returns:
+        int64 [files] on the device of the vectors.
+    """
+    device = vectors[0].device
+    rows = [[each.data_ptr(), each.numel(), place, file] for each, (file, place) in zip(vectors, places, strict=True)]
+    table = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    sums = torch.zeros(files, dtype=torch.int64, device=device)
+    with on_device_of(table):
+        _file_sums_kernel[(len(rows), PROGRAMS)](
+            table, sums, columns, _signed(of_column), _signed(of_row), BLOCK, PROGRAMS, num_warps=WARPS
+        )
+    return sums
 
 
 def _signed(number: int) -> int:

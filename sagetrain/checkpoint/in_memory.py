@@ -18,11 +18,13 @@ beside the copy is a checkpoint of which a host has the files that its rank read
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import shutil
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -38,14 +40,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.checkpoint import slots
+from sagetrain.checkpoint.in_store import header_of
 from sagetrain.checkpoint.manifest import write_manifest
 from sagetrain.checkpoint.shares import WrittenShare, manifest_of
-from sagetrain.checkpoint.slots import CopyFolder, Header, bytes_of, locked, mapped, receive, remove_if_left, send
+from sagetrain.checkpoint.slots import (
+    CopyFolder,
+    Header,
+    bytes_of,
+    locked,
+    mapped,
+    receive,
+    remove_if_left,
+    send,
+)
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.rendezvous import listen
 from sagetrain.config.errors import ConfigError
-from sagetrain.parallel.digest import digest_by
+from sagetrain.parallel.digest import digest_by, file_sums, mixed, word_sum
 from sagetrain.parallel.host import cores_of_rank, ranks_of_host
 from sagetrain.parallel.objects import of_every_rank, of_rank_0
 from sagetrain.parallel.topology import ParallelGroups
@@ -82,7 +94,10 @@ class CopiesInMemory:
         self._own = [CopyFolder(self._folder / f"copy-{number}-of-rank-{self._rank}") for number in numbers]
         held = numbers if away else ()
         self._held = [CopyFolder(self._folder / f"held-{number}-of-rank-{self._source}") for number in held]
-        self._next, self._share, self._busy, self._told = 0, WrittenShare("", [], {}, {}), False, False
+        self._next, self._share, self._told = 0, WrittenShare("", [], {}, {}), False
+        self._idle = threading.Event()
+        self._idle.set()
+        self._began, self._takes = 0.0, math.inf
         self._stream: torch.cuda.Stream | None = None
         self._pinned: list[weakref.finalize[..., Any]] = []
         self._copied: Future[torch.cuda.Event | None] | None = None
@@ -157,7 +172,9 @@ class CopiesInMemory:
         givers: dict[int, int] = {}
         for turn in range(max(map(len, options))):
             asked = {rank: each[turn] for rank, each in enumerate(options) if rank not in givers and turn < len(each)}
-            own = [rank for rank, giver in asked.items() if giver == self._rank and here[rank, step].whole()]
+            own = [
+                rank for rank, giver in asked.items() if giver == self._rank and here[rank, step].whole(self._threads)
+            ]
             givers |= {rank: asked[rank] for whole in of_every_rank(own) for rank in whole}
         return givers
 
@@ -177,7 +194,7 @@ class CopiesInMemory:
             stream.sendall(json.dumps({"run": self._run, "asks": [self._rank, step]}).encode() + b"\n")
             with stream.makefile("rb") as reader:
                 receive(reader, json.loads(reader.readline()), self._own[0])
-                return self._own[0].whole()
+                return self._own[0].whole(self._threads)
         return False
 
     def _as_checkpoint(self, step: int) -> Path:
@@ -231,12 +248,25 @@ class CopiesInMemory:
         self._files = [{file: mapped(slot.folder / file, tensors[file]) for file in tensors} for slot in self._own]
         self._sources = [_source(shard, kind) for _, _, shard, kind in self._share.tensors()]
         self._targets = [[files[file][1][name] for file, name, *_ in self._share.tensors()] for files in self._files]
+        # The place of each vector in its file, for a GPU that hashes what is copied.
+        files, names = self._files[0], [*tensors]
+        headers = [torch.frombuffer(bytearray(header_of(tensors[file])[0]), dtype=torch.uint8) for file in names]
+        self._headers = torch.tensor([int(word_sum(header)) for header in headers], dtype=torch.int64)
+        self._places = [
+            (names.index(file), (files[file][1][name].data_ptr() - files[file][0].data_ptr()) // 4)
+            for file, name, *_ in self._share.tensors()
+        ]
         self._thread.start()
 
     @property
     def busy(self) -> bool:
         """Whether the copy before is not yet whole on both hosts."""
-        return self._busy
+        return not self._idle.is_set()
+
+    def late(self, end: float) -> bool:
+        """Whether the copy before is not yet whole at a time of time.monotonic, as far as one knows. A copy on this
+        host takes as long as the one before. Nobody knows how long a network takes."""
+        return self.busy and self._began + self._takes > end
 
     def due(self, step: int) -> bool:
         """Whether a copy is to be taken after a step, if no rank is busy."""
@@ -245,9 +275,11 @@ class CopiesInMemory:
     @torch.no_grad()
     def take(self, state: RunState, published: int, rng: Mapping[str, Any]) -> None:
         """Begin to copy the state after a step, and the random-number state of this rank. `settle` says when the state
-        may change again. `published` is the step of the newest checkpoint; 0: there is none."""
+        may change again. `published` is the step of the newest checkpoint; 0: there is none. Where `late` has promised
+        too much, this waits for the copy before."""
+        self._idle.wait()
         slot, files, targets = self._own[self._next], self._files[self._next], self._targets[self._next]
-        self._next, self._busy = 1 - self._next, True
+        self._next = 1 - self._next
         slot.clear()
         if self._stream is None and any(shard.read("weight").is_cuda for shard in self._share.owned[:1]):
             self._pin()
@@ -258,7 +290,8 @@ class CopiesInMemory:
             header |= {"state": state.to_json(), "config": self._config_text, "shapes": self._share.shapes}
         memory = {file: each for file, (each, _) in files.items()}
         task = _Task(slot, header, memory, targets, dict(rng), updated)
-        self._copied = task.copied
+        self._copied, self._began = task.copied, time.monotonic()
+        self._idle.clear()
         self._work.put(task)
 
     def settle(self) -> None:
@@ -306,12 +339,13 @@ class CopiesInMemory:
             # Training goes on without copies, whatever is wrong with them.
             except Exception as error:  # noqa: BLE001
                 self._say_once(f"cannot be kept ({error})")
-            self._busy = False
+            self._idle.set()
 
     @torch.no_grad()
-    def _begin(self, task: _Task) -> torch.cuda.Event | None:
-        """Copy the state. Return the event behind the copies of a GPU, which are only launched. The launches take the
-        host some milliseconds, in which the thread that trains launches the next step."""
+    def _begin(self, task: _Task) -> tuple[torch.cuda.Event, Tensor] | None:
+        """Copy the state. A GPU's copies are only launched: return the event behind them, and the sums of the hashes,
+        which the GPU makes as well. The launches take the host some milliseconds, in which the thread that trains
+        launches the next step."""
         if self._stream:
             # A thread begins at GPU 0, to which the end of the block would return: all ranks would take memory there.
             torch.cuda.set_device(self._stream.device)
@@ -322,27 +356,34 @@ class CopiesInMemory:
             # A loop over hundreds of tensors would take three times as long.
             if sources:
                 torch._foreach_copy_(task.targets, sources, non_blocking=True)
+            if not self._stream:
+                return None
+            sums = file_sums(sources, self._places, len(task.memory)).to("cpu", non_blocking=True)
             # The event wakes this thread, which must not wait busily.
-            copied = torch.cuda.Event(blocking=True) if self._stream else None
-            if copied:
-                copied.record()
-        return copied
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        return copied, sums
 
     def _complete(self, task: _Task) -> None:
         try:
-            task.copied.set_result(copied := self._begin(task))
+            begun = self._begin(task)
         except Exception:
             task.copied.set_result(None)
             raise
-        if copied:
-            copied.synchronize()
+        task.copied.set_result(begun and begun[0])
         rng = f"rng-{self._rank:05d}.pt"
         torch.save(task.rng, task.slot.folder / rng)
-        hashes = {name: int(digest_by(self._threads, memory)) for name, memory in task.memory.items()}
-        header = task.header | {"hashes": hashes | {rng: task.slot.hash(rng)}}
+        if begun:
+            copied, sums = begun
+            copied.synchronize()
+            hashes = dict(zip(task.memory, mixed(self._headers + sums).tolist(), strict=True))
+        else:
+            hashes = {name: int(digest_by(self._threads, memory)) for name, memory in task.memory.items()}
+        header = task.header | {"hashes": hashes | {rng: task.slot.hash(rng, 1)}}
         header["sizes"] = {name: (task.slot.folder / name).stat().st_size for name in header["hashes"]}
         task.slot.publish(header)
         if not self._addresses:
+            self._takes = time.monotonic() - self._began
             return
         try:
             if self._peer is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sagetrain.checkpoint.in_store import header_of
-from sagetrain.parallel.digest import ROW, digest
+from sagetrain.parallel.digest import ROW, digest_by
 
 ROOT = Path("/dev/shm")
 Header = dict[str, Any]
@@ -38,16 +38,16 @@ class CopyFolder:
             return dict(json.loads((self.folder / _HEADER).read_text()))
         return None
 
-    def whole(self) -> bool:
+    def whole(self, threads: int) -> bool:
         """Whether the files have the hashes that copy.json names."""
         header = self.header()
         with suppress(OSError, ValueError):
-            return header is not None and header["hashes"] == {name: self.hash(name) for name in header["hashes"]}
+            return header is not None and all(self.hash(name, threads) == is_ for name, is_ in header["hashes"].items())
         return False
 
-    def hash(self, name: str) -> int:
+    def hash(self, name: str, threads: int) -> int:
         """Return the hash of a file."""
-        return int(digest(torch.from_numpy(np.memmap(self.folder / name, np.uint8, "c"))))
+        return int(digest_by(threads, torch.from_numpy(np.memmap(self.folder / name, np.uint8, "c"))))
 
     def clear(self) -> None:
         """Begin another copy."""
@@ -82,6 +82,7 @@ def mapped(path: Path, tensors: Mapping[str, int]) -> tuple[Tensor, dict[str, Te
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     views, end = {}, len(header)
+    memory[end + 4 * sum(tensors.values()) :] = 0
     for name in sorted(tensors):
         begin, end = end, end + 4 * tensors[name]
         views[name] = memory[begin:end].view(torch.float32)

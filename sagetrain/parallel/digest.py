@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -29,8 +30,10 @@ def digest(values: Tensor) -> Tensor:
 
 
 def digest_by(threads: int, data: Tensor) -> Tensor:
-    """Return the digest of whole rows of bytes in the host's memory, to which threads add their parts. A launcher may
+    """Return the digest of bytes in the host's memory. Threads add their parts if the rows are whole. A launcher may
     have left torch one thread, and copies of a large model are many GB."""
+    if len(data) % ROW:
+        return digest(data)
     words = data.view(torch.int64).view(-1, ROW // 8)
     firsts = range(0, len(words), -(-len(words) // threads))
 
@@ -57,6 +60,13 @@ def word_sum(values: Tensor) -> Tensor:
         data = torch.cat([data, data.new_zeros(-len(data) % ROW)])
     words = data.view(torch.int64).view(-1, ROW // 8)
     return (torch.cat([words.sum(0), words.sum(1)]) * _factors(*words.shape, data.device)).sum()
+
+
+def file_sums(vectors: Sequence[Tensor], places: Sequence[tuple[int, int]], files: int) -> Tensor:
+    """Return the sums of `word_sum` for files of fp32 vectors that are on a GPU: see sagekernels/hashing.py."""
+    from sagekernels import hashing
+
+    return hashing.file_sums(vectors, places, files, ROW // 8, 2 * _ODD[0], 2 * _ODD[1])
 
 
 def mixed(sums: Tensor) -> Tensor:

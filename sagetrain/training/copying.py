@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,11 +22,14 @@ class Copying:
 
     def __init__(self, run: Run) -> None:
         self._run, self._copies, self._metrics = run, run.met.copies, run.engine.groups.metrics
+        self._ended, self._takes = time.monotonic(), 0.0
 
     def tell(self) -> None:
-        """Let the step's reduction take along whether this rank can copy, because all ranks copy the same steps."""
+        """Let the step's reduction take along whether this rank can copy, because all ranks copy the same steps. The
+        host asks this when it has launched the step, long before a GPU ends it. A step takes as long as the one
+        before."""
         if self._copies:
-            self._metrics.sum(_BUSY, float(self._copies.busy))
+            self._metrics.sum(_BUSY, float(self._copies.late(self._ended + self._takes)))
 
     def watched(self, observers: Observers) -> Observers:
         """Return the observers of a step, whose update begins when the state is copied."""
@@ -42,7 +46,8 @@ class Copying:
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         """Begin to copy the state after a step, if a copy is due and every rank can."""
-        run = self._run
+        run, now = self._run, time.monotonic()
+        self._ended, self._takes = now, now - self._ended
         if self._copies and self._copies.due(state.step) and not result.metrics[_BUSY]:
             state.controllers = run.controllers.state()
             self._copies.take(run.record(state), run.saver.published_step, rng_state())
