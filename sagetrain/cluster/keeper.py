@@ -323,12 +323,13 @@ class Keeper:
         believed: at least one torchrun of a job lives in all of its worlds."""
         if not self._elastic:
             return []
-        earlier: dict[str, list[Any]] = {"launchers": [], "deaths": []}
-        now = self._agreement.launchers(self._hosts)
-        with suppress(OSError, ValueError):
-            earlier |= json.loads(self._path.read_text())
-        known = not set(now).isdisjoint(earlier["launchers"])
-        told = json.loads(self._agreement.told(json.dumps([now, earlier["deaths"] if known else []])))
+        now, deaths = self._agreement.launchers(self._hosts), list[dict[str, Any]]()
+        # Whatever else is in the file was not written by this release.
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            earlier = json.loads(self._path.read_text())
+            if not set(now).isdisjoint(earlier["launchers"]):
+                deaths = [asdict(Death(**death)) for death in earlier["deaths"]]
+        told = json.loads(self._agreement.told(json.dumps([now, deaths])))
         self._known = told[0]
         return [Death(**death) for death in told[1]]
 

@@ -176,6 +176,20 @@ def alone(root: str) -> None:
     assert (copies.due(3), copies.due(4)) == (False, True)
     copies.prepare(engine.owned(), "{}")
     take(engine, copies, 1, published=9)
+    assert not copies.late(0.0), "no copy is under way"
+
+    def slow(*how: Any, **more: Any) -> None:
+        time.sleep(0.05)
+        foreach_copy(*how, **more)
+
+    with patch.object(torch, "_foreach_copy_", slow):
+        for step in (2, 3):
+            # Nothing but its own host keeps such a copy waiting, so the next one is taken if it will be whole by then.
+            copies.take(tiny.run_state(step, step * tiny.SEQ), 9, rng_state())
+            assert copies.late(time.monotonic()) and not copies.late(time.monotonic() + 60)
+    assert (copies._own[1].header() or {})["step"] == 2 and copies.busy, "the copy before is whole"
+    while copies.busy:
+        time.sleep(0.01)
     again = CopiesInMemory("first", groups, {}, 2, said.append)
     assert again.newest(0, 8) is None, "somebody has removed the checkpoint of step 9"
     copies._lock.close()

@@ -145,6 +145,11 @@ def test_deaths_of_another_job_do_not_count(monkeypatch, tmp_path) -> None:
     with pytest.raises(SystemExit):
         first._begin_elsewhere(None, deaths, "host1 is left out")
     assert keeper()._earlier() == deaths, "the same torchrun begins again"
+    whole = json.loads(first._path.read_text())
+    for other in ([], 5, {"launchers": 5}, {**whole, "deaths": 5}, {**whole, "deaths": [{"of": "another release"}]}):
+        first._path.write_text(json.dumps(other))
+        assert keeper()._earlier() == [], other
+    first._path.write_text(json.dumps(whole))
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert keeper()._earlier() == []
 
