@@ -50,20 +50,23 @@ def word_sum(words: Tensor, columns: int, of_column: int, of_row: int) -> Tensor
 
 @triton.jit
 def _file_sums_kernel(
-    TABLE, SUMS, COLUMNS: tl.constexpr, OF_COLUMN: tl.constexpr, OF_ROW: tl.constexpr, BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    TABLE, SUMS, COLUMNS: tl.constexpr, OF_COLUMN: tl.constexpr, OF_ROW: tl.constexpr, FURTHER: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row = TABLE + tl.program_id(0) * 4
     values, size, first = tl.load(row).to(tl.pointer_type(tl.uint32)), tl.load(row + 1), tl.load(row + 2)
+    begin = tl.program_id(1) * BLOCK
+    # A vector may begin in the middle of a word.
+    place = first + begin + tl.arange(0, BLOCK)
+    word = place // 2
+    factors = (word % COLUMNS) * OF_COLUMN + (word // COLUMNS) * OF_ROW + 1
     total = tl.zeros((BLOCK,), tl.int64)
-    for begin in range(tl.program_id(1) * BLOCK, size, PROGRAMS * BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        half = tl.load(values + at, mask=at < size, other=0).to(tl.int64)
-        # A vector may begin in the middle of a word.
-        word = (first + at) // 2
-        factors = (word % COLUMNS) * OF_COLUMN + (word // COLUMNS) * OF_ROW + 1
-        total += (half << (first + at) % 2 * 32) * factors
-    tl.atomic_add(SUMS + tl.load(row + 3), tl.sum(total, 0), sem="relaxed")
+    for start in range(begin, size, PROGRAMS * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(values + at, mask=at < size, other=0).to(tl.int64) * factors
+        # The next values are in the same columns, some rows further down.
+        factors += FURTHER
+    tl.atomic_add(SUMS + tl.load(row + 3), tl.sum(total << place % 2 * 32, 0), sem="relaxed")
 
 
 def file_sums(
@@ -80,7 +83,7 @@ def file_sums(
         vectors: contiguous fp32 vectors on a GPU, one or more.
         places: for each vector the number of its file, and its place there in values of 4 bytes.
         files: the number of files.
-        columns: the number of words of a row.
+        columns: the number of words of a row, a divisor of BLOCK / 2.
         of_column: the step of the factors along a row.
         of_row: the step of the factors from row to row.
 
@@ -91,10 +94,10 @@ def file_sums(
     rows = [[each.data_ptr(), each.numel(), place, file] for each, (file, place) in zip(vectors, places, strict=True)]
     table = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     sums = torch.zeros(files, dtype=torch.int64, device=device)
+    further = PROGRAMS * BLOCK // (2 * columns) * of_row
+    factors = [_signed(each) for each in (of_column, of_row, further)]
     with on_device_of(table):
-        _file_sums_kernel[(len(rows), PROGRAMS)](
-            table, sums, columns, _signed(of_column), _signed(of_row), BLOCK, PROGRAMS, num_warps=WARPS
-        )
+        _file_sums_kernel[(len(rows), PROGRAMS)](table, sums, columns, *factors, BLOCK, PROGRAMS, num_warps=WARPS)
     return sums
 
 

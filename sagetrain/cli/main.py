@@ -92,9 +92,10 @@ def run(words: Sequence[str]) -> int:
     Raises:
         KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
     """
-    # No shell replaces ~ behind --option=.
+    # No shell replaces ~ behind --option=. What is a text and no path keeps it.
+    of_path = re.compile("--(?!prompt=|stop=|split-on=|title=)[a-z-]+=~/")
     words = [re.sub(r"(?<==)~/.*", lambda at_home: os.path.expanduser(at_home[0]), word)
-             if re.match("--[a-z-]+=~/", word) else word for word in words]  # fmt: skip
+             if of_path.match(word) else word for word in words]  # fmt: skip
     for option, after in zip(words, [*words[1:], ""], strict=False):  # Other programs take keys as options.
         if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
             key, _, value = option[2:].partition("=")

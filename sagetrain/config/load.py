@@ -219,6 +219,11 @@ class _Source:
         key = self._child(target, parts[-1], path, text)
         if key is not None:
             target[key], path = value, (*path, key)
+            if (before := self.origins.get(path, text)) != text:
+                why = f"{before} stands before it and counts for nothing"
+                self.fallen_away.append(
+                    Finding("given_twice", "warning", _dotted(path), value, why, where=f"override {text}")
+                )
             for known in (self.lines, self.origins):  # Keys that the new value replaces no longer have a place.
                 for below in [other for other in known if other[: len(path)] == path]:
                     del known[below]

@@ -120,6 +120,11 @@ class Request(TextRequest):
                 "the held-out file is named valid, so the output (-o) needs another name with "
                 f"{spelled('valid_fraction')}"
             )
+        if self.records and self.text_key != "text":
+            raise ConfigError(
+                f"{spelled('text_key')} {self.text_key!r} names the field of a text, and the records are read from "
+                f"{', '.join(self.records.options.values())}: leave one of them out"
+            )
         if not 1 <= self.num_workers <= _MAX_WORKERS:
             raise ConfigError(
                 f"{spelled('num_workers')} {self.num_workers} is not from 1 to {_MAX_WORKERS}: one for each core is "

@@ -171,7 +171,7 @@ class Corpus:
         if path.is_dir():
             found = self._files(path, glob)
             return [self._archive(each) if kind_of(each) is Kind.ARCHIVE else self._file(each) for each in found]
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not is_file_name(source):
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not (is_file_name(source) or os.path.lexists(source)):
             identity = [source, config_name, split]
             return [self._dataset(source, lambda: load_from_hub(source, config_name, split), identity)]
         raise ConfigError(f"{source}: {_not_found(source)}")

@@ -32,17 +32,19 @@ _ADD_BOS = b"\xc2\x0c\x0dadd_bos_token"
 _BEGIN = re.compile(rb'\xc2\x0c[\x80-\xff]*[\0-\x7f](?=\{"beside_sentencepiece": )')
 """The ends of copies of SentencePiece models by earlier versions: field 200, with a word or with JSON."""
 # These classes add bos by their documentation, although transformers 5 does not.
-_LLAMA = "LlamaTokenizer"
+_LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 # With these classes, transformers leaves tokenizer.json as it is.
 _GENERIC = ("", "PreTrainedTokenizer", "TokenizersBackend")
 # With these classes, transformers 5 puts together its own steps of this kind before the merges of a tokenizer.json.
-_REBUILT = {
-    "GPT2Tokenizer": {"ByteLevel"},
+_STEPS = {
+    "GPT2Tokenizer RobertaTokenizer BartTokenizer WhisperTokenizer": {"ByteLevel"},
     "GPTNeoXTokenizer": {"NFC", "ByteLevel"},
-    "Qwen2Tokenizer": {"NFC", "Split", "ByteLevel"},
+    "Qwen2Tokenizer Qwen3_5Tokenizer": {"NFC", "Split", "ByteLevel"},
     "CohereTokenizer": {"NFC", "Digits", "ByteLevel"},
-    _LLAMA: {"Metaspace"},
+    " ".join(_LLAMA): {"Metaspace"},
+    "T5Tokenizer XLMRobertaTokenizer CamembertTokenizer": {"Precompiled", "WhitespaceSplit", "Metaspace"},
 }
+_REBUILT = {of_class: steps for classes, steps in _STEPS.items() for of_class in classes.split()}
 _AS_BEFORE = "the latter is taken, as versions up to 4 did"
 _BY_CLASS = "the class PreTrainedTokenizerFast makes transformers 5 do so, too"
 BY_CALL = "PreTrainedTokenizerFast.from_pretrained(FOLDER) does so in transformers 5, too, and AutoTokenizer does not"
@@ -124,7 +126,7 @@ def _with_json(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[st
         )
         tree["model"]["dropout"] = None
     numbers = vocabulary | {each.content: number for number, each in added.items()}
-    if beside.of_class == _LLAMA and "ByteLevel" not in _kinds(_steps(tree)):
+    if beside.of_class in _LLAMA and "ByteLevel" not in _kinds(_steps(tree)):
         for name, text in OF_LLAMA.items():
             if text in numbers and name not in beside.config:
                 token = AddedToken(text, special=True, normalized=False)
@@ -166,9 +168,9 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     parts = _steps(tree)
     before_all = any(part.get("type") == "Prepend" or part.get("prepend_scheme") == "always" for part in parts)
     puts = before_all or any(part.get("prepend_scheme") == "first" for part in parts)
-    if of_class == _LLAMA and asked is not False and before_all:
+    if of_class in _LLAMA and asked is not False and before_all:
         return _space_in_chats(beside, file)
-    if of_class == _LLAMA and asked is not False and not puts and "ByteLevel" not in _kinds(parts):
+    if of_class in _LLAMA and asked is not False and not puts and "ByteLevel" not in _kinds(parts):
         return [
             f"{beside.class_said}: with this class transformers 5 puts a space before a text, and {file.name} does "
             f"not: {_AS_BEFORE}; {_BY_CLASS}"
@@ -177,7 +179,7 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
         return []
     says = f"{file.parent / CONFIG} says add_prefix_space {str(asked).lower()}"
     other = [part for part in parts if part.get("type") == "ByteLevel" and part.get("add_prefix_space", True) != asked]
-    if of_class == _LLAMA:  # With this class, transformers leaves a tokenizer of bytes as it is.
+    if of_class in _LLAMA:  # With this class, transformers leaves a tokenizer of bytes as it is.
         other = []
     for part in other:
         part["add_prefix_space"] = asked
@@ -220,9 +222,10 @@ def cut_otherwise(tree: dict[str, Any], of_class: str, name: str = "tokenizer.js
     """Say how transformers 5 cuts a text with a class of tokenizers, and how a tokenizer.json does. Return nothing if
     both do the same."""
     theirs, ours = _REBUILT.get(of_class), _kinds(_steps(tree))
-    if theirs is None or ours == theirs:
+    # transformers takes this table of characters from the file.
+    if theirs is None or ours == theirs - ({"Precompiled"} - ours):
         return ""
-    if of_class == _LLAMA and ("ByteLevel" in ours or ours <= {"Metaspace", "Prepend", "Replace"}):
+    if of_class in _LLAMA and ("ByteLevel" in ours or ours <= {"Metaspace", "Prepend", "Replace"}):
         return ""  # transformers leaves a tokenizer of bytes as it is, and _prefix_space speaks of spaces.
     return (
         f"transformers 5 cuts a text by {', '.join(sorted(theirs))} for most models, and {name} by "
@@ -258,7 +261,7 @@ def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes
         notes += said
     if _parsed(model).normalizer_spec.add_dummy_prefix:
         notes += _space_in_chats(beside, file)
-    bos = beside.config.get("add_bos_token", beside.of_class == _LLAMA)
+    bos = beside.config.get("add_bos_token", beside.of_class in _LLAMA)
     return model, ({"add_bos_token": True} if bos else {}) | _config(beside, ()), notes
 
 

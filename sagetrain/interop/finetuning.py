@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sagetrain.checkpoint.on_disk import read_state
-from sagetrain.config.errors import ConfigError, no_run
+from sagetrain.config.errors import ConfigError, is_utf8, no_run
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig, ModelConfig, tokenizer_in
 from sagetrain.config.yaml_nodes import dump
@@ -69,6 +69,11 @@ def finetuning(model: Path, data: Path, report: Callable[[str], None]) -> str:
         model: a run, one of its checkpoints, or a Hugging Face folder, which is imported to runs/NAME.
         data: a token file without its suffix, or a folder of token files. Files named valid* are held out.
     """
+    for option, path in (("model", model), ("data", data)):
+        if not is_utf8(str(path)):
+            raise ConfigError(
+                f"--{option} {ascii(str(path))[1:-1]} is not UTF-8, as a configuration is: rename it (mv, convmv)"
+            )
     train, valid = _token_files(data, model)
     start = _start(model, report)
     folder = named(start)

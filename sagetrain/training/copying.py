@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,8 @@ from sagetrain.training.run import Run
 
 _BUSY = "perf/ranks_copying"
 """The name of the number of ranks whose copy in memory is still under way."""
+_STEPS = 32
+"""The number of steps whose times tell how long the next one takes."""
 
 
 class Copying:
@@ -22,14 +25,14 @@ class Copying:
 
     def __init__(self, run: Run) -> None:
         self._run, self._copies, self._metrics = run, run.met.copies, run.engine.groups.metrics
-        self._ended, self._takes = time.monotonic(), 0.0
+        self._ended, self._takes = time.monotonic(), deque[float](maxlen=_STEPS)
 
     def tell(self) -> None:
         """Let the step's reduction take along whether this rank can copy, because all ranks copy the same steps. The
-        host asks this when it has launched the step, long before a GPU ends it. A step takes as long as the one
-        before."""
+        host asks this when it has launched the step, long before a GPU ends it. The step is expected to take as long
+        as the shortest one lately, because steps that waited for a copy took longer."""
         if self._copies:
-            self._metrics.sum(_BUSY, float(self._copies.late(self._ended + self._takes)))
+            self._metrics.sum(_BUSY, float(self._copies.late(self._ended + min(self._takes, default=0.0))))
 
     def watched(self, observers: Observers) -> Observers:
         """Return the observers of a step, whose update begins when the state is copied."""
@@ -47,7 +50,8 @@ class Copying:
     def after_step(self, state: TrainState, result: StepResult) -> None:
         """Begin to copy the state after a step, if a copy is due and every rank can."""
         run, now = self._run, time.monotonic()
-        self._ended, self._takes = now, now - self._ended
+        self._takes.append(now - self._ended)
+        self._ended = now
         if self._copies and self._copies.due(state.step) and not result.metrics[_BUSY]:
             state.controllers = run.controllers.state()
             self._copies.take(run.record(state), run.saver.published_step, rng_state())

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from sagetrain.costs.accounting import total_bytes
 from sagetrain.costs.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import rng_state
+from sagetrain.training import copying
 
 STEPS = 3
 foreach_copy = torch._foreach_copy_
@@ -207,6 +209,24 @@ def alone(root: str) -> None:
 
 def test_copies_of_other_runs_and_full_memory(tmp_path: Path) -> None:
     run_distributed(alone, 1, str(tmp_path))
+
+
+def test_a_copy_that_outlasts_a_step_leaves_out_the_next_one(monkeypatch) -> None:
+    """A step that waited for a copy is longer, which must not make the next copy look short beside it."""
+    clock, ends, busy = [100.0], [], []
+    monkeypatch.setattr(copying.time, "monotonic", lambda: clock[0])
+    copies = SimpleNamespace(late=lambda end: ends.append(round(end, 3)), due=lambda step: False)
+    metrics = SimpleNamespace(sum=lambda name, value: busy.append(value))
+    run = SimpleNamespace(
+        met=SimpleNamespace(copies=copies), engine=SimpleNamespace(groups=SimpleNamespace(metrics=metrics))
+    )
+    watched = copying.Copying(run)
+    for step, seconds in enumerate((5.0, 0.25, 0.5), 1):
+        watched.tell()
+        clock[0] += seconds
+        watched.after_step(SimpleNamespace(step=step), SimpleNamespace())
+    watched.tell()
+    assert ends == [100.0, 110.0, 105.5, 106.0]
 
 
 @pytest.mark.parametrize(

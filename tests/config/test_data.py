@@ -184,8 +184,10 @@ def test_the_place_of_what_a_run_writes_is_free(tmp_path, parts, monkeypatch):
         for name in names
     ]
     (tmp_path / "other/checkpoints/latest").mkdir(parents=True)
+    (tmp_path / "other/checkpoints/step-00000040").touch()
     assert errors("other") == [
-        f"training.run_dir: {tmp_path}/other/checkpoints/latest is no file that can be written to"
+        f"training.run_dir: {tmp_path}/other/checkpoints/{name} is no {kind} that can be written to"
+        for name, kind in (("step-00000040", "folder"), ("latest", "file"))
     ]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "run/checkpoints/inductor"))

@@ -236,6 +236,9 @@ def test_a_schedule_is_changed_by_its_key(tmp_path):
     assert len(said) == 2
     assert 'constant": in the place of start 16384, end 65536, ramp_tokens 2100000 of ' in said[0]
     assert "warmup_tokens = 8: in the place of warmup 0.02 of" in said[1]
+    twice = ["optimizer.lr=1e-3", *changes, "optimizer.lr=2e-3", "optimizer.lr=2e-3"]
+    (said,) = [f"{found}" for found in check(config, 1, path=path, overrides=twice) if found.rule == "given_twice"]
+    assert said.startswith("override optimizer.lr=2e-3: optimizer.lr = 0.002: optimizer.lr=1e-3 stands before it")
     contradiction = problems(tmp_path, "", "", *changes, "tokens_per_step.end=3")
     assert "unknown key for schedule: constant; it belongs to ramp\n      fix: leave it out, or set" in contradiction
     assert problems(tmp_path, "", "", "tokens_per_step.schedule=constant").count("tokens_per_step.tokens: missing") == 1

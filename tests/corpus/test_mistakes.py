@@ -19,6 +19,7 @@ from sagetrain.config import ConfigError
 from sagetrain.corpus import encode
 from sagetrain.corpus.files import CHUNK_BYTES
 from sagetrain.corpus.kinds import alike
+from sagetrain.corpus.records import Chats
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
 
@@ -182,6 +183,8 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
     (["none/*.jsonl"], {}, "no such .* a pattern is expanded by the shell, .*, or give its folder and --glob"),
     (["s3://none/a.jsonl"], {}, "is an address, and files are read from this machine alone; download it first"),
     (["link.txt"], {}, r"link\.txt: is a link to nowhere, which leads to nothing; mend"),
+    (["loop"], {}, "loop: is a link to loop, which leads to nothing; mend"),
+    (["a.txt"], {"text_key": "body", "records": Chats("m", 32)}, "--text-key 'body' names .* read from --chat-field"),
     (["/dev/null"], {}, "is neither a file nor a folder"),
     (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
     (["."], {"glob": "/a*"}, "--glob '/a.': .*; write it relative to the folder"), (["empty"], {}, "empty: no files"),
@@ -211,6 +214,7 @@ def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link.txt").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
     arguments = {"tokenizer": model, "output": "out/train", **options}
     if arguments.get("vocab_size") and "tokenizer" not in options:
         arguments["tokenizer"] = model

@@ -280,7 +280,8 @@ def test_fields_in_fields_and_what_nobody_reads(tmp_path: Path, form: str, kind:
         (tmp_path / f"a.{form}").write_text(f"[{line}]" if form == "json" else line)
     records = {"text": None, "pairs": Pairs("data.p", "data.c", 32), "chats": Chats("data.m", 32)}[kind]
     file = write_tokenizer(tmp_path / "t", chat_template=TURNS)
-    said_by(tmp_path / f"a.{form}", tmp_path / "o/x", tokenizer=file, records=records, text_key="data.text")
+    what = {"records": records} if records else {"text_key": "data.text"}
+    said_by(tmp_path / f"a.{form}", tmp_path / "o/x", tokenizer=file, **what)
     decoded = Tokenizer.load(file).decode(tokens_of(tmp_path / "o/x"))
     assert decoded == {"text": "hello", "pairs": "qa", "chats": "qa"}[kind]
 

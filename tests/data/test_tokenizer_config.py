@@ -216,6 +216,16 @@ def test_what_the_class_of_llama_does_is_said(plain: str, step: dict | None, mod
     assert [kind in note for kind, note in zip(kinds, said, strict=True)] == [True] * len(kinds)
 
 
+@pytest.mark.parametrize("of_class", ["T5Tokenizer", "XLMRobertaTokenizerFast", "CodeLlamaTokenizer"])
+def test_what_classes_of_sentencepiece_do_is_said(of_class: str, tmp_path: Path) -> None:
+    pieces = [["<unk>", 0.0], ["\u2581", -1.0], ["a", -1.0], ["<s>", 0.0], ["</s>", 0.0], ["<pad>", 0.0], ["  ", -2.0]]
+    tree = {"model": {"type": "Unigram", "unk_id": 0, "vocab": pieces}, "added_tokens": []}
+    file = write(tmp_path, json.dumps(tree), config={"tokenizer_class": of_class, "eos_token": "</s>"})
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(file)
+    assert ours.encode("a  a") != theirs.encode("a  a", add_special_tokens=False)
+    assert any(f"(tokenizer_class {of_class}): with this class transformers 5" in note for note in ours.notes)
+
+
 def test_merges_are_not_left_out_by_chance(plain: str, tmp_path: Path) -> None:
     file = write(tmp_path, merging(plain, dropout=1.0).replace("true}, {", "false}, {"))
     (said,) = (ours := Tokenizer.load(file)).notes

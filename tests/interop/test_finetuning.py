@@ -53,6 +53,7 @@ def test_a_folder_and_records_become_a_run(model: Path) -> None:
         ("llama", "nowhere", "--data nowhere: does not exist: name token files.*sagetrain prepare chats.jsonl"),
         ("llama", "pairs.jsonl", "pairs.jsonl: is not prepared: .*sagetrain prepare pairs.jsonl -o data/pairs/train "
          "--tokenizer llama/tokenizer.model"),
+        ("caf\udce9", "data/pairs", r"--model caf\\udce9 is not UTF-8, as a configuration is: rename it"),
         ("llama", "data/other", "was prepared with another tokenizer .*--tokenizer runs/llama/tokenizer"),
     ],
 )  # fmt: skip

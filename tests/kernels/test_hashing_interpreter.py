@@ -36,9 +36,10 @@ if INSIDE:
         find(monkeypatch, partial(assert_same, monkeypatch), hashing, [
             ("_word_sum_kernel", "place < size", "place < size - 1"), ("_word_sum_kernel", "+ 1", "+ 2"),
             ("_word_sum_kernel", "(place // COLUMNS) * OF_ROW", "(place // COLUMNS)"),
-            ("_file_sums_kernel", "(first + at) % 2 * 32", "at % 2 * 32"),
+            ("_file_sums_kernel", "place % 2 * 32", "(place - first) % 2 * 32"),
             ("_file_sums_kernel", "at < size", "at <= size"),
             ("_file_sums_kernel", "PROGRAMS * BLOCK", "2 * PROGRAMS * BLOCK"),
             ("_file_sums_kernel", "SUMS + tl.load(row + 3)", "SUMS"),
             ("_file_sums_kernel", "(word // COLUMNS) * OF_ROW", "(first // COLUMNS) * OF_ROW"),
+            ("_file_sums_kernel", "factors += FURTHER", "factors += OF_ROW"),
         ])  # fmt: skip

@@ -199,6 +199,7 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     folders: dict[str, object] = {"checkpoints": True, "stacks": True}
     folders |= {"profile": cfg.profile, "tensorboard": logging.tensorboard, "wandb": logging.wandb}
     inside = [folder / name for name, used in folders.items() if used and os.path.lexists(folder / name)]
+    inside += [path for path in folder.glob("checkpoints/step-*") if not path.is_dir()]
     for path in (folder, *inside):
         yield from _unwritable("run_dir", "training.run_dir", run_dir, path, required, fix)
     for path in (folder / name for name in (".lock", "checkpoints/latest", *WRITTEN) if name not in folders):
