@@ -215,7 +215,7 @@ def test_a_copy_that_outlasts_a_step_leaves_out_the_next_one(monkeypatch) -> Non
     """A step that waited for a copy is longer, which must not make the next copy look short beside it."""
     clock, ends, busy = [100.0], [], []
     monkeypatch.setattr(copying.time, "monotonic", lambda: clock[0])
-    copies = SimpleNamespace(late=lambda end: ends.append(round(end, 3)), due=lambda step: False)
+    copies = SimpleNamespace(late=lambda end: bool(ends.append(round(end, 3))), due=lambda step: False)
     metrics = SimpleNamespace(sum=lambda name, value: busy.append(value))
     run = SimpleNamespace(
         met=SimpleNamespace(copies=copies), engine=SimpleNamespace(groups=SimpleNamespace(metrics=metrics))
