@@ -34,6 +34,8 @@ api architecture in_memory_restarts layer_norms huggingface qk_norm_rope saving 
 noise_scale pipeline_plan printed_plan spikes
 """
 
+# Runs would learn from earlier ones on this machine what `auto` has chosen. Tests name a folder if they mean one.
+os.environ["SAGETRAIN_CACHE"] = os.devnull
 torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.
 
 

@@ -172,6 +172,9 @@ class Backend(NamedTuple):
     qk_norm_rope.projection_gradients after `backward`. It tells observe.py of the gradients in between."""
     fastest: str | None = None
     """The recipe that was measured to be the fastest of those that are level with 16-bit attention in loss."""
+    begin: Callable[[int, bool, bool, bool, bool], None] | None = None
+    """Begins to compile the CUDA kernels of causal calls in threads (nvrtc.begin): head dimension, whether K is
+    smoothed, whether there are bounds and sinks, and whether the inputs are float16."""
 
 
 def scores_by_token(call: Call | BackwardCall) -> bool:

@@ -1,10 +1,12 @@
 """The backend `hopper`, for an H100 or H200: CUDA kernels by TMA and wgmma for head_dim 64 and 128."""
 
-from . import observe
+from . import hopper_backward as of_backward
+from . import hopper_forward as of_forward
+from . import nvrtc, observe, quantize_keys
 from .backward import triton_backward
 from .call import RECIPES, Backend, BackwardCall, Gradients, Projection, ProjectionGradients, scores_by_token
 from .hopper_backward import hopper_backward
-from .hopper_forward import SCHEDULES, hopper_forward
+from .hopper_forward import ARCHITECTURE, SCHEDULES, hopper_forward
 from .hopper_projection import hopper_projection
 from .qk_norm_rope import projection_gradients
 
@@ -24,6 +26,13 @@ def projection(call: BackwardCall, made_from: Projection) -> ProjectionGradients
     return projection_gradients(grads, made_from)
 
 
+def begin(head_dim: int, smooth: bool, bounds: bool, sinks: bool, half: bool) -> None:
+    """Begin to compile the CUDA kernels of both passes of `scores`, the slowest ones first."""
+    nvrtc.begin(of_forward.SOURCE, of_forward.defines_of(head_dim, True, bounds, half, sinks), ARCHITECTURE)
+    nvrtc.begin(of_backward.SOURCE, of_backward.defines_of(head_dim, half), ARCHITECTURE)
+    nvrtc.begin(quantize_keys.SOURCE, quantize_keys.defines_of(head_dim, smooth, half), ARCHITECTURE)
+
+
 HOPPER = Backend(
     "hopper",
     serves=lambda capability: capability == (9, 0),
@@ -33,4 +42,5 @@ HOPPER = Backend(
     backward=backward,
     projection=projection,
     fastest="scores",
+    begin=begin,
 )

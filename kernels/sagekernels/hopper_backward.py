@@ -25,6 +25,7 @@ from .launch import on_device_of
 from .pieces import LOG2E
 from .quantize import TILE, tiles_of
 
+SOURCE = "hopper_backward.cu"
 KEYS = {64: 192, 128: 128}  # A program has so many keys, by head dimension: 64 for each of its consumer warpgroups.
 # A query has so many values, by head dimension, in vectors or a row (see the module docstring).
 FLOATS = {64: 3, 128: 4}
@@ -115,12 +116,13 @@ def _map(x: Tensor, rows: int) -> nvrtc.TensorMap:
 
 
 @functools.cache
-def _shared_bytes(head_dim: int) -> int:
-    """Return the size of struct Shared in hopper_backward.cu."""
+def defines_of(head_dim: int, half: bool) -> dict[str, int]:
+    """Return the macros of hopper_backward.cu. SHARED_BYTES is the size of its struct Shared."""
     keys, stages = KEYS[head_dim], 2 if head_dim == 128 else 3
     stage = TILE * (head_dim * 5 + FLOATS[head_dim] * 4)
     tiles = keys * head_dim * 5 + 2 * keys * TILE * 2 + keys * TILE * 4 + stages * stage
-    return -(-(tiles + 8 * (5 + keys // 32 + 4 * stages)) // 1024) * 1024
+    shared = -(-(tiles + 8 * (5 + keys // 32 + 4 * stages)) // 1024) * 1024
+    return {"HEAD_DIM": head_dim, "FP16": int(half), "SHARED_BYTES": shared}
 
 
 def _equal_groups(items: int, largest: int) -> int:
@@ -164,11 +166,9 @@ def hopper_sums(call: BackwardCall, dk: Tensor, dv: Tensor, *, deterministic: bo
     bytes_per_head = n_q * heads // kv_heads * head_dim * 9
     in_cache = L2_BYTES_IN_ORDER if deterministic and call.causal else L2_BYTES
     heads_at_once = _equal_groups(batch * kv_heads, max(1, in_cache // bytes_per_head))
-    shared = _shared_bytes(head_dim)
-    half = int(v.dtype == torch.float16)
-    defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
-    nvrtc.load("hopper_backward.cu", "hopper_backward", defines, ARCHITECTURE).launch(
-        (blocks * batch * kv_heads,), (keys * 2 + 128,), shared,
+    defines = defines_of(head_dim, v.dtype == torch.float16)
+    nvrtc.load(SOURCE, "hopper_backward", defines, ARCHITECTURE).launch(
+        (blocks * batch * kv_heads,), (keys * 2 + 128,), defines["SHARED_BYTES"],
         _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, keys),
         _map(v.transpose(1, 2), keys), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
         vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,

@@ -136,6 +136,12 @@ def _by_cuda(device: torch.device) -> bool:
     return _rows_of(device) == "sm_90" and nvrtc.available()
 
 
+def begin(device: torch.device, dtype: torch.dtype) -> None:
+    """Begin to compile the CUDA kernel of products with results in `dtype`, in a thread, where there is one."""
+    if capability(device) == (9, 0) and _by_cuda(device):
+        nvrtc.begin(hopper_int8.SOURCE, hopper_int8.defines_of(dtype), hopper_int8.ARCHITECTURE)
+
+
 def _crowded() -> bool:
     """Return whether collectives may hold multiprocessors beside a product."""
     distributed = torch.distributed

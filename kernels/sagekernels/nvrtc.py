@@ -16,6 +16,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -106,9 +107,31 @@ def _text(what: str, program: ctypes.c_void_p) -> bytes:
     return buffer.raw
 
 
+_begun: dict[tuple[str, tuple[tuple[str, int | str], ...], str], Future[bytes]] = {}
+"""The programs that threads compile or have compiled, until they are asked for."""
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(4, "nvrtc")
+
+
+def begin(source_file: str, defines: Mapping[str, int | str], architecture: str) -> None:
+    """Begin `compiled` in a thread. The call with the same arguments waits for it, and raises what it raised. NVRTC
+    runs beside Python, for example beside imports."""
+    name = source_file, tuple(sorted(defines.items())), architecture
+    if name not in _begun:
+        _begun[name] = _threads().submit(_compiled, source_file, defines, architecture)
+
+
 def compiled(source_file: str, defines: Mapping[str, int | str], architecture: str) -> bytes:
     """Return the cubin of a source file of this package, from the disk or from NVRTC. For a virtual architecture such
     as compute_80 it is PTX, which the driver assembles for the GPU at hand."""
+    begun = _begun.pop((source_file, tuple(sorted(defines.items())), architecture), None)
+    return begun.result() if begun else _compiled(source_file, defines, architecture)
+
+
+def _compiled(source_file: str, defines: Mapping[str, int | str], architecture: str) -> bytes:
     source = (HERE / source_file).read_bytes()
     # NVRTC 13.0 takes a lambda with an `auto` parameter for a function of the host unless told otherwise.
     options = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"]

@@ -7,6 +7,13 @@ from .launch import multiprocessors
 from .nvrtc import load, mappable
 from .quantize import Codes
 
+SOURCE = "quantize_keys.cu"
+
+
+def defines_of(head_dim: int, smooth: bool, half: bool, pairs: bool = False) -> dict[str, int]:
+    """Return the macros of quantize_keys.cu."""
+    return {"HEAD_DIM": head_dim, "SMOOTH": int(smooth), "FP16": int(half), "PAIRS": int(pairs)}
+
 
 def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
     """Return the number of chunks that quantize_keys.cu makes of so many tokens of a head, and the tokens of a chunk.
@@ -40,10 +47,7 @@ def quantize_keys(
     means = torch.empty((batch, heads, 1, head_dim), dtype=torch.float32, device=k.device) if smooth and mean else None
     zeros = torch.zeros(2 + batch * heads, dtype=torch.int32, device=k.device)
     strides = [s // 8 for s in k.stride()[:3]]
-    defines = {
-        "HEAD_DIM": head_dim, "SMOOTH": int(smooth), "FP16": int(k.dtype == torch.float16), "PAIRS": int(pairs)
-    }  # fmt: skip
-    load("quantize_keys.cu", "quantize", defines, architecture).launch(
+    load(SOURCE, "quantize", defines_of(head_dim, smooth, k.dtype == torch.float16, pairs), architecture).launch(
         (batch * heads * chunks,), (512,), 8192 + 4 * head_dim + 4,
         k, codes, scale, ordered, means, sums, zeros[1:], heads, n, padded, chunks, per_chunk, *strides,
     )  # fmt: skip

@@ -7,6 +7,7 @@ each precision.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -187,7 +188,9 @@ def time_layers(
     Args:
         joined: join the gradients of several weights in 16 bits (see Matmul), as the run does.
         kept: round the weights once, before the timing, as a run does once a step. Otherwise each call rounds them.
-        compiled: time the layer as compiled by torch.compile.
+        compiled: the run compiles its blocks. A layer is timed compiled where torch.compile fuses something in it: the
+            rounding of weights, or the sum of several products in 16 bits. Elsewhere its kernels are the same, and
+            compiling would take seconds for each layer and way.
         seconds: the timer; it returns the seconds of one call of an action.
     """
     matmuls: dict[str, Matmul] = {"bf16": Matmul(joined), **{" ".join(name): low for name, low in RECIPES.items()}}
@@ -199,14 +202,23 @@ def time_layers(
     times: dict[str, dict[str, float]] = {name: {} for name in layers}
     refused = []
     # All sizes and precisions share one code object, so the default limit would be reached.
-    with torch._dynamo.config.patch(recompile_limit=1000):
+    with torch._dynamo.config.patch(recompile_limit=1000) if compiled else nullcontext():
         for name, (inputs, sizes) in layers.items():
             weights = [0.02 * normal(size, inputs) for size in sizes.values()]
             x = normal(tokens, inputs).requires_grad_()
             grads = [1e-3 * normal(tokens, size) for size in sizes.values()]
             exact = layer_of(inputs, sizes, [weight.float() for weight in weights], Matmul(), kept=False)
-            makes = {way: partial(layer_of, inputs, sizes, weights, matmuls[way], kept=kept) for way in ("bf16", *ways)}
-            times[name], why = _timed(name, makes, exact, x, grads, compiled, seconds)
+
+            def make(
+                way: str, inputs: int = inputs, sizes: dict[str, int] = sizes, weights: Any = weights
+            ) -> nn.Module:
+                layer = layer_of(inputs, sizes, weights, matmuls[way], kept=kept)
+                if compiled and (not kept or (way == "bf16" and not joined and len(sizes) > 1)):
+                    layer.compile(fullgraph=True, dynamic=False)
+                return layer
+
+            makes = {way: partial(make, way) for way in ("bf16", *ways)}
+            times[name], why = _timed(name, makes, exact, x, grads, seconds)
             refused += why
     if compiled:
         torch._dynamo.reset()
@@ -243,11 +255,14 @@ def time_experts(
                 p.copy_(0.02 * torch.randn(p.shape, generator=own, device=device, dtype=dtype))
         if kept:
             keep_weights(layer)
-        return _Routed(layer, weights, rows)
+        routed = _Routed(layer, weights, rows)
+        if compiled and not wide:
+            routed.compile(fullgraph=True, dynamic=False)
+        return routed
 
     makes = {way: partial(make, way, False) for way in ("bf16", *ways)}
     exact = make("bf16", True)
-    found = _timed("experts", makes, exact, x.requires_grad_(), [1e-3 * grad], compiled, seconds)
+    found = _timed("experts", makes, exact, x.requires_grad_(), [1e-3 * grad], seconds)
     if compiled:
         torch._dynamo.reset()
     return found
@@ -270,15 +285,12 @@ def _timed(
     exact: nn.Module,
     x: Tensor,
     grads: Sequence[Tensor],
-    compiled: bool,
     seconds: Callable[[Callable[[], None]], float],
 ) -> tuple[dict[str, float], list[str]]:
     """Return the seconds of a layer that is made in several ways, and the reasons why some were refused."""
     times, refused = {}, []
     for way, make in makes.items():
         layer = make()
-        if compiled:
-            layer.compile(fullgraph=True, dynamic=False)
         reason = _wrong(layer, exact, x, grads, LIMITS[way.split()[0]]) if way != "bf16" else ""
         if reason:
             refused.append(f"{name} in {way}: {reason}")

@@ -13,9 +13,11 @@ loss and the start of a backward pass is a large part of the time of such a smal
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -32,6 +34,7 @@ from sagetrain.model.chunks import whole
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -53,6 +56,7 @@ def settle_overlap(
     compiled: bool,
     device: torch.device,
     dtype: torch.dtype,
+    cache: Path,
     say: Callable[[str], None],
 ) -> tuple[Choice, str]:
     """Return `on` or `off`, and a few words that say why where `auto` had a choice; collective.
@@ -76,14 +80,21 @@ def settle_overlap(
         by_rule: Choice = "on" if overlaps(cfg) else "off"
         return None if device.type == "cuda" else (by_rule, "by the work of a block: nothing is timed without a GPU")
 
-    def timed(choice: Choice) -> Choice:
-        say(f"{key} auto: blocks are made whole and in halves, and timed"
-            f"{'; each way is compiled first' * compiled}. `on` or `off` skips this")  # fmt: skip
+    def measure() -> TimeTable:
         seconds = time_overlap(cfg, batch(), matmuls, groups, compiled=compiled, device=device, dtype=dtype)
         # Compiled blocks refer to themselves: their weights would stay in memory while the run's model is built.
         gc.collect()
-        measured = TimeTable("forward and backward of a block, whole (off) and in halves (on)", {"block": seconds})
-        return "on" if decide(key, lambda: measured, device=device, say=say) == "on" else "off"
+        return TimeTable("forward and backward of a block, whole (off) and in halves (on)", {"block": seconds})
+
+    def timed(choice: Choice) -> Choice:
+        how = f"blocks are made whole and in halves, and timed{'; each way is compiled first' * compiled}"
+        known = [cfg.model, cfg.attention, cfg.linear, cfg.parallel, cfg.data.micro_batch_size, cfg.data.seq_length]
+        known += [cfg.data.document_attention, cfg.training.activation_checkpointing, compiled, dtype]
+        # Collectives inside of a host are other ones, and the speed of the host decides.
+        known += [groups.topology.world_size, ranks_of_host(), os.cpu_count()]
+        waits = f"{how}. `on` or `off` skips this"
+        place: dict[str, Any] = {"device": device, "cache": cache, "say": say}
+        return "on" if decide(key, measure, key=known, waits=waits, together=True, **place) == "on" else "off"
 
     kept = before.choice if asked == "auto" and before and before.layout == _layout(cfg) else None
     return settle(key, asked, kept, lambda choice: "", untimed, timed, together=True, device=device, say=say)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sagekernels.matmul import Matmul
+from sagetrain.auto.ahead import begin
 from sagetrain.auto.attention_choice import settle_attention
 from sagetrain.auto.kept import Kept, kept_engine
 from sagetrain.auto.linear_choice import settle_linear
@@ -83,6 +84,7 @@ def settle(
         ValueError: a backend or a precision cannot run here, see resolve_backend and matmuls_of.
     """
     asked = cfg
+    begin(cfg, compiled, device, dtype)
     if before:
         cfg, found = kept_engine(cfg, before)
         if found:
@@ -135,6 +137,7 @@ def settle(
         groups,
         compiled=compiled,
         **place,
+        cache=folder.overlap,
         say=say,
     )
     parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": overlap})

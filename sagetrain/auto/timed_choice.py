@@ -1,8 +1,8 @@
 """Decide what `auto` stands for: as the run had it, by a rule where nothing can be timed, or by times.
 
 A choice brings its settings and what measures its candidates. A candidate whose results are wrong on this device has
-infinite seconds. The table of times goes to the log and to a file of the run folder, in which later starts find the
-decision. Layers of one model must not differ between ranks: the first rank decides for all of them.
+infinite seconds. The table of times goes to the log, to a file of the run folder and to one of the host, in which later
+starts find the decision. Layers of one model must not differ between ranks: the first rank decides for all of them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,15 @@ import triton
 
 import sagekernels
 from sagetrain.cluster.failures import Failures
+from sagetrain.config.sections.data import cache_folder
 from sagetrain.parallel.objects import of_rank_0
 
 T = TypeVar("T")
 Times = Mapping[str, Mapping[str, float]]
 """Seconds by what was timed, such as a layer, and then by candidate. They are infinite where a candidate is wrong."""
 
-SOURCES = [Path(sagekernels.__file__).parent, Path(__file__).parent.parent / "parallel"]
+DRIVER = Path("/proc/driver/nvidia/version")
+SOURCES = [Path(sagekernels.__file__).parent, *(Path(__file__).parent.parent / room for room in ("parallel", "model"))]
 """The folders whose files decide how fast a candidate is. A decision that was made with other files is made anew."""
 
 
@@ -128,38 +131,96 @@ def decide(
     say: Callable[[str], None],
     key: Sequence[object] = (),
     cache: Path | None = None,
+    waits: str = "candidates are compiled, compared with fp32 or float64, and timed; naming one skips this",
+    together: bool = False,
 ) -> str:
-    """Return the name that `pick` takes from the measured times. The table goes to `say` and to the file `cache`. A
-    later call with the same key, on the same kind of device, with the same torch, Triton and SOURCES, gets the name
-    from the file.
+    """Return the name that `pick` takes from the measured times. The table goes to `say`, to the file `cache` and to a
+    file of the host (cache_folder). A later call with the same key, on the same kind of device, with the same driver,
+    torch, Triton and SOURCES, gets the name from one of the files. Without `cache` nothing is kept.
+
+    Args:
+        waits: says what a start waits for while it measures.
+        together: all ranks call it, since `measure` is collective. The files of the first rank count.
 
     Raises:
         RuntimeError: no candidate may be used; the message holds every candidate's reason.
     """
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    named, first = _named(device, key), not together or not dist.is_initialized() or dist.get_rank() == 0
+    files = [cache, *_of_host(cache)] if cache is not None and first else []
+    entry = next(((file, each) for file in files if (each := _entries(file).get(named))), None)
+    if entry := of_rank_0(entry, device=device) if together else entry:
+        file, kept = entry
+        say(f"{what}: {kept['chosen']} (chosen before, {file})")
+    else:
+        if cache is not None:
+            say(f"{what} auto: {waits}")
+        kept = _decided(what, measure, pick, device, say)
+    for file in files:
+        _keep(file, named, kept)
+    return str(kept["chosen"])
+
+
+def _named(device: torch.device, key: Sequence[object]) -> str:
+    """Return the name of an entry of the files: the device, the software and the key."""
     paths = (path for folder in SOURCES for path in sorted(folder.glob("*.*")))
     files = b"".join(path.read_bytes() for path in paths if path.is_file())
     software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
-    named = " | ".join((place, software, *map(str, key)))
-    kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
-    if named in kept:
-        say(f"{what}: {kept[named]['chosen']} (chosen before, {cache})")
-        return str(kept[named]["chosen"])
-    if cache is not None:
-        say(f"{what} auto: candidates are compiled, compared with fp32 or float64, and timed; naming one skips this")
+    return " | ".join((_place(device), _driver(), software, *map(str, key)))
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver, as it says it; an empty string without one."""
+    with suppress(OSError):
+        return DRIVER.read_text().partition("\n")[0]
+    return ""
+
+
+def _place(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _decided(
+    what: str,
+    measure: Callable[[], TimeTable],
+    pick: Callable[[Times], str],
+    device: torch.device,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure, pick, and return the entry of the files."""
     found = measure()
-    lines = [f"{what} on {place}, {found.about}", *_table(found.times), *(f"  {remark}" for remark in found.remarks)]
+    about = f"{what} on {_place(device)}, {found.about}"
+    lines = [about, *_table(found.times), *(f"  {remark}" for remark in found.remarks)]
     try:
         chosen = pick(found.times)
     except RuntimeError as error:
         raise RuntimeError("\n".join([str(error), *lines])) from error
     say("\n".join([*lines, f"  chosen: {chosen}"]))
-    if cache is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({**kept, named: {"chosen": chosen, "table": lines}}, indent=1))
-        temporary.replace(cache)
-    return chosen
+    return {"chosen": chosen, "table": lines}
+
+
+def _of_host(cache: Path) -> list[Path]:
+    """Return the file in which this host keeps such choices for all runs; none for a user without a home folder."""
+    with suppress(RuntimeError):
+        return [cache_folder("choices") / cache.name]
+    return []
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    # A file that cannot be read costs another measurement and no run.
+    with suppress(OSError, TypeError, ValueError):
+        return dict(json.loads(file.read_text()))
+    return {}
+
+
+def _keep(file: Path, named: str, entry: Mapping[str, Any]) -> None:
+    """Add an entry to a file, unless it is there. A place that cannot be written to keeps nothing."""
+    if named in (entries := _entries(file)):
+        return
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({**entries, named: dict(entry)}, indent=1))
+        temporary.replace(file)
 
 
 def _table(times: Times) -> list[str]:

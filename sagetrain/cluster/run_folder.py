@@ -63,6 +63,8 @@ class RunFolder:
         """The table of what `auto` chose for attention.backend and attention.recipe, and why."""
         self.linear = path / "linear.json"
         """The table of what `auto` chose for linear.precision, and why."""
+        self.overlap = path / "overlap.json"
+        """The table of what `auto` chose for parallel.tensor_parallel_overlap, and why."""
         self._lock: IO[str] | None = None
         self._lease: Lease | None = None
 

@@ -217,10 +217,11 @@ def test_one_rank_chooses_for_all_from_one_ranks_calls(tmp_path: Path) -> None:
     first, second = run_distributed(chosen_on_a_rank, 2, str(tmp_path))
     for tp_size, on, (taken, told), (theirs, nothing) in zip((2, 1), (True, False), first, second, strict=True):
         assert taken == theirs == ["fine", "int8"] and nothing == []
-        (_, where, (shape, *_)), (_, beside, (layers, tokens, joined, kept, compiled, *_)) = told
+        (_, where, (problems, work, *_)), (_, beside, (layers, tokens, joined, kept, compiled, *_)) = told
         assert (where, beside) == (tmp_path / "attention.json", tmp_path / "linear.json")
         heads = tiny.config(1).model.num_attention_heads // 2
-        assert (shape.batch, shape.n_q, shape.heads) == ((1, 32, heads) if on else (4, tiny.SEQ, heads))
-        assert shape.documents == ((10, 6) * 2 if on else ())
+        ((shape, share),) = problems
+        assert shape.startswith("B{} N{} H{}/".format(*((1, 32) if on else (4, tiny.SEQ)), heads)) and share == 1.0
+        assert work == (32 if on else 0)  # Four times the logarithm of the sum of squares of 10, 6, 10 and 6.
         assert (tokens, joined, kept, compiled) == (4 * tiny.SEQ // 2, on, on, on)
         assert layers == {n: each for n, each in linear_layers(tiny.config(1).model, tp_size).items() if not each.odd}

@@ -99,8 +99,8 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
     return made
 
 
-def timed(seconds: Callable, *, kept: bool = True) -> tuple[dict, list[str]]:
-    how = {"tokens": 32, "joined": False, "kept": kept, "compiled": False, "dtype": torch.bfloat16}
+def timed(seconds: Callable, **changes: bool) -> tuple[dict, list[str]]:
+    how = {"tokens": 32, "joined": False, "kept": True, "compiled": False, "dtype": torch.bfloat16, **changes}
     return time_layers(linear_layers(SHAPE, 1), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
 
 
@@ -143,6 +143,17 @@ def test_what_is_no_number_or_raises_is_not_used_and_says_so(monkeypatch: pytest
 def test_weights_are_rounded_beforehand_where_a_run_keeps_them(layers: list, kept: bool) -> None:
     timed(lambda action: 1.0, kept=kept)
     assert [len(layer.kept) for layer in layers] == [0, 0, 4 * kept, 4 * kept] * 4
+
+
+@pytest.mark.parametrize(("kept", "joined", "compiled"), [(True, True, 0), (True, False, 2), (False, True, 12)])
+def test_layers_are_compiled_where_that_fuses_something(
+    layers: list, monkeypatch: pytest.MonkeyPatch, kept: bool, joined: bool, compiled: int
+) -> None:
+    """Compiled are the sums of products of qkv and of gate and up in 16 bits, and layers that round their weights."""
+    noted = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: noted.append(layers.index(layer)))
+    timed(lambda action: 1.0, kept=kept, joined=joined, compiled=True)
+    assert len(noted) == compiled and (compiled != 2 or noted == [1, 9])
 
 
 # -- the choice ------------------------------------------------------------------------------------------------------

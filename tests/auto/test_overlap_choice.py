@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from sagetrain.auto import overlap_choice
+from sagetrain.auto import overlap_choice, timed_choice
 from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
 from sagetrain.config import RunConfig
 from sagetrain.data.batch import Batch
@@ -40,14 +41,19 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
         (config(micro_batch_size=4), True, GPU, "off", True),
     ],
 )
-def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed) -> None:
-    calls, before = [], record(config("on")) if continues else None
+def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed, tmp_path) -> None:
+    calls, said, before = list[int](), list[str](), record(config("on")) if continues else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap_choice, "time_overlap", lambda *_, **__: calls.append(1) or {"off": 1.0, "on": 1.0})
         patch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-        how = {"compiled": False, "device": device, "dtype": torch.bfloat16, "say": print}
-        chosen, why = settle_overlap(cfg, before, dict, [], None, **how)
-    assert (chosen, bool(calls)) == (expected, timed)
+        patch.setattr(timed_choice, "of_rank_0", lambda found, device: found)
+        how = {"compiled": False, "device": device, "dtype": torch.bfloat16, "say": said.append}
+        groups = SimpleNamespace(topology=SimpleNamespace(world_size=4))
+        for number in range(2):  # The second run is another one of this host.
+            patch.setenv("SAGETRAIN_CACHE", str(tmp_path))
+            cache = tmp_path / f"run {number}" / "overlap.json"
+            chosen, why = settle_overlap(cfg, before, dict, [], groups, **how, cache=cache)
+    assert (chosen, len(calls), len(said)) == (expected, int(timed), 3 * timed)
     assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
 
 

@@ -78,21 +78,46 @@ def test_the_table_and_the_choice_are_kept_in_a_file(tmp_path: Path) -> None:
     assert said[2] == f"linear: int8 (chosen before, {cache})"
     assert choose(lambda: measured(math.inf), key=(1, "b")) == "bf16"
     assert "not used\n  int8: o off by 0.5\n  chosen: bf16" in said[4] and len(json.loads(cache.read_text())) == 2
+    cache.write_text("[1]")  # It may be half of a file, or another program's.
+    assert choose(lambda: measured(0.008), key=(1, "b")) == "int8"
     with pytest.raises(RuntimeError, match=r"(?s)no candidate may be used.*linear on cpu.*o off by"):
         decide("linear", lambda: TimeTable("", {"qkv": {"int8": math.inf}}, ["o off by"]), device=CPU, say=print)
 
 
+def test_runs_of_a_host_share_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run takes the choice of the first one. Users without a home folder share none."""
+    said = list[str]()
+
+    def choose(run: str, fast: float) -> str:
+        return decide(
+            "linear", lambda: measured(fast), device=CPU, say=said.append, cache=tmp_path / run / "linear.json"
+        )
+
+    monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path))
+    assert [choose("a", 0.008), choose("b", 0.02)] == ["int8", "int8"]
+    assert said[-1] == f"linear: int8 (chosen before, {tmp_path}/choices/linear.json)"
+    assert (tmp_path / "a/linear.json").read_text() == (tmp_path / "b/linear.json").read_text()
+    monkeypatch.delenv("SAGETRAIN_CACHE")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert [choose("c", 0.02), choose("a", 0.02), choose("c", 0.008)] == ["bf16", "int8", "bf16"]
+
+
+def homeless() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_a_choice_belongs_to_one_kind_of_device_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The version is that of torch, Triton and the sources."""
-    sources, made = tmp_path / "sources", []
+    """The version is that of the driver, torch, Triton and the sources."""
+    sources, made, driver = tmp_path / "sources", [], tmp_path / "version"
     sources.mkdir()
     monkeypatch.setattr(timed_choice, "SOURCES", [sources / "none", sources])
+    monkeypatch.setattr(timed_choice, "DRIVER", driver)
 
     def measure() -> TimeTable:
         made.append(len(made))
         return measured(1.0)
 
-    changes = [lambda: None, lambda: (sources / "kernel.py").write_text("other")]
+    changes = [lambda: None, lambda: (sources / "kernel.py").write_text("other"), lambda: driver.write_text("580")]
     changes += [partial(monkeypatch.setattr, module, "__version__", "0") for module in (torch, triton)]
     for number, change in enumerate(changes):
         change()
@@ -102,17 +127,31 @@ def test_a_choice_belongs_to_one_kind_of_device_and_version(monkeypatch: pytest.
         assert len(made) == 2 * (number + 1)
 
 
-def chosen_on_a_rank() -> list[str]:
-    """Return the rank that has chosen, and the error where the first rank fails to choose."""
+def chosen_on_a_rank(folder: str) -> list[str]:
+    """Return the rank that has chosen, the error where the first rank fails to choose, and what ranks that measure
+    together choose twice where each has a folder of its own."""
     found = [by_first_rank("attention auto", lambda: f"rank {dist.get_rank()}", CPU)]
     try:
         by_first_rank("attention auto", lambda: {}["sdpa"], CPU)
     except (KeyError, TrainingError) as error:
         found.append(f"{type(error).__name__} {error}")
+    cache, made = Path(folder) / f"{dist.get_rank()}" / "overlap.json", list[int]()
+
+    def measure() -> TimeTable:
+        dist.all_reduce(torch.ones(1))
+        made.append(1)
+        return measured(0.008)
+
+    place = {"device": CPU, "say": print, "cache": cache, "together": True}
+    found += [decide("halves", measure, key=[key], **place) for key in "ab"]
+    if dist.get_rank() == 1:
+        cache.unlink(missing_ok=True)
+    found += [decide("halves", measure, key="a", **place), f"{len(made)} {cache.exists()}"]
     return found
 
 
-def test_one_rank_chooses_and_all_hear_where_it_fails() -> None:
-    first, second = run_distributed(chosen_on_a_rank, 2)
-    assert first == ["rank 0", "KeyError 'sdpa'"]
-    assert second == ["rank 0", "TrainingError rank 0: attention auto: KeyError: 'sdpa'"]
+def test_one_rank_chooses_and_all_hear_where_it_fails(tmp_path: Path) -> None:
+    first, second = run_distributed(chosen_on_a_rank, 2, str(tmp_path))
+    assert first == ["rank 0", "KeyError 'sdpa'", *["int8"] * 3, "2 True"]
+    failed = "TrainingError rank 0: attention auto: KeyError: 'sdpa'"
+    assert second == ["rank 0", failed, *["int8"] * 3, "2 False"]

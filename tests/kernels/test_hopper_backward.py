@@ -197,17 +197,15 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def defines(head_dim, half):
-    return {"HEAD_DIM": head_dim, "FP16": int(half), "SHARED_BYTES": hopper_backward._shared_bytes(head_dim)}
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """(head_dim, half) -> the kernel in hopper_emulator, which can make MISTAKES."""
     folder = tmp_path_factory.mktemp("backward")
 
     def kernel(head_dim, half):
-        return Emulated(folder, "hopper_backward.cu", "hopper_backward", defines(head_dim, half), MISTAKES)
+        return Emulated(
+            folder, "hopper_backward.cu", "hopper_backward", hopper_backward.defines_of(head_dim, half), MISTAKES
+        )
 
     return functools.cache(kernel)
 
@@ -291,9 +289,9 @@ def mistaken(kernels, case, **options):
 def test_compiles(head_dim, half, tmp_path, monkeypatch):
     """The struct in shared memory has the size that the launcher asks for (a static assertion), and it fits."""
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
-    shared = hopper_backward._shared_bytes(head_dim)
+    defines = hopper_backward.defines_of(head_dim, half)
+    shared = defines["SHARED_BYTES"]
     assert shared <= SHARED_MEMORY
-    defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
     assert nvrtc.compiled("hopper_backward.cu", defines, ARCHITECTURE)[:4] == b"\x7fELF"
     with pytest.raises(RuntimeError, match="static assertion"):
         nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024}, ARCHITECTURE)

@@ -2,14 +2,25 @@
 needed."""
 
 import re
+import threading
 
 import pytest
 import torch
 
 from runs import ROOT
-from sagekernels import backends, default_recipe, hopper, mma, nvrtc, sage_attention
+from sagekernels import (
+    backends,
+    default_recipe,
+    hopper,
+    hopper_backward,
+    hopper_forward,
+    mma,
+    nvrtc,
+    quantize_keys,
+    sage_attention,
+)
 from sagekernels.backends import BACKENDS, HOPPER, MMA, NAMED, TRITON, TWIN, serving
-from sagekernels.call import RECIPES, Backend
+from sagekernels.call import RECIPES, Backend, BackwardCall
 from sagekernels.reference import twin_backward, twin_forward
 from sagekernels.testing import Shape, call_of, random_inputs, results_of
 
@@ -169,3 +180,54 @@ def test_the_list_alone_imports_the_kernels_of_a_gpu():
 
 def test_the_last_backend_takes_everything_without_a_gpu():
     assert BACKENDS[-1] is TWIN and TWIN.serves((0, 0)) and not TRITON.serves((0, 0)) and not HOPPER.serves((0, 0))
+
+
+class Launches:
+    """A kernel that computes nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+    def launch(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(("bounds", "sinks", "half"), [(False, False, False), (True, True, False), (True, False, True)])
+def test_what_is_begun_is_what_calls_load(monkeypatch, bounds, sinks, half):
+    """A start compiles the CUDA kernels of both passes in threads, with the macros under which calls ask for them."""
+    begun, loaded = [], []
+    monkeypatch.setattr(nvrtc, "begin", lambda *program: begun.append(program))
+    for module in (hopper_forward, quantize_keys):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(module, "load", lambda source, _, *how: loaded.append((source, *how)) or Launches())
+    monkeypatch.setattr(nvrtc, "load", lambda source, _, *how: loaded.append((source, *how)) or Launches())
+    for module in (hopper_forward, nvrtc):
+        monkeypatch.setattr(module, "tensor_map", lambda *_: None)
+    monkeypatch.setattr(hopper_forward, "sink_scores", lambda *_: torch.zeros(2) if sinks else None)
+    for name in ("_prepare_queries_kernel", "_finish_dq_kernel"):
+        monkeypatch.setattr(hopper_backward, name, Launches())
+    shape = Shape(1, 200, 200, 2, 1, 128, documents=(120, 80) * bounds, sinks=sinks)
+    q, k, v, do = random_inputs(shape, dtype=torch.float16 if half else torch.bfloat16, device=CPU)
+    call = call_of(shape, q, k, v, "scores", sinks=torch.zeros(2) if sinks else None)
+    o, saved = HOPPER.forward(call)
+    HOPPER.backward(BackwardCall(do, None, v, o, saved, call.bounds, True, call.scale, "scores", None))
+    HOPPER.begin(128, True, bounds, sinks, half)
+    assert sorted(map(str, begun)) == sorted(map(str, loaded)) and len(begun) == 3
+
+
+def test_a_kernel_is_compiled_once_beside_python(monkeypatch):
+    """The thread that has begun a program compiles it, and whoever asks for it hears of its errors."""
+    threads = []
+
+    def compiled(source, defines, architecture):
+        threads.append(threading.current_thread())
+        return {"right.cu": b"cubin"}[source]
+
+    monkeypatch.setattr(nvrtc, "_compiled", compiled)
+    for source in ("right.cu", "right.cu", "wrong.cu"):
+        nvrtc.begin(source, {"A": 1, "B": 2}, "sm_90a")
+    assert nvrtc.compiled("right.cu", {"B": 2, "A": 1}, "sm_90a") == b"cubin"
+    with pytest.raises(KeyError, match=r"wrong\.cu"):
+        nvrtc.compiled("wrong.cu", {"A": 1, "B": 2}, "sm_90a")
+    assert len(threads) == 2 and threading.current_thread() not in threads
+    assert nvrtc.compiled("right.cu", {}, "sm_90a") == b"cubin" and threads[2] is threading.current_thread()

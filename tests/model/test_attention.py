@@ -315,8 +315,8 @@ class Noted(Sdpa):
 
 
 def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The documents are those of the sequences with the median of the work. A choice for other lengths is not taken
-    over."""
+    """The documents are those of the sequences with the median of the work. A choice for other work is not taken over,
+    and one for nearly the same is: another seed of the same data has other documents."""
     monkeypatch.setattr(attention_choice, "attention_function", lambda *_: Noted())
     monkeypatch.setattr(Noted, "noted", [])
     said: list[str] = []
@@ -329,9 +329,9 @@ def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.
     shorter = [[16] * 4]
     _choose(tmp_path / "attention.json", said, shorter)
     assert Noted.noted[-1] == ([16] * 8, 16)
-    _choose(tmp_path / "attention.json", said, [[10, 22, 16, 16]])  # The number of documents is the same.
-    assert Noted.noted[-1] == ([10, 22, 16, 16] * 2, 22)
-    _choose(tmp_path / "attention.json", said, shorter)
+    _choose(tmp_path / "attention.json", said, [[6, 26, 16, 16]])  # The number of documents is the same.
+    assert Noted.noted[-1] == ([6, 26, 16, 16] * 2, 26)
+    _choose(tmp_path / "attention.json", said, [[15, 17, 15, 17]])
     assert ["chosen before" in line for line in said] == [False, True, False, False, True]
 
 

@@ -23,6 +23,8 @@ from typing import Any
 
 # The libraries find out whether there is a GPU. A process that had used one could not be forked.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+# Runs would learn from earlier ones on this host what `auto` has chosen.
+os.environ["SAGETRAIN_CACHE"] = os.devnull
 
 import pytest
 import torch

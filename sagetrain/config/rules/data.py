@@ -18,7 +18,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
 WRITTEN = (
     *("config.yaml", "deepspeed.json", "fsdp.json", "findings.json", "metrics.jsonl", "events.jsonl", "stability.json"),
-    *("attention.json", "linear.json", "samples.jsonl", "init_from.json", "wandb.json", "stacks"),
+    *("attention.json", "linear.json", "overlap.json", "samples.jsonl", "init_from.json", "wandb.json", "stacks"),
     *(TOKENIZER_NAME, TOKENIZER_JSON, "tokenizer_config.json"),
 )
 """The files that a run writes beside its folders (docs/run-folder.md), and a folder that it empties."""

@@ -26,9 +26,14 @@ def tokenizer_in(folder: Path) -> Path:
     return other if other.is_file() and not (folder / TOKENIZER_NAME).is_file() else folder / TOKENIZER_NAME
 
 
-def cache_folder() -> Path:
-    """Return the folder in which this host keeps what it has read of token files in stores."""
-    return Path(os.environ.get("SAGETRAIN_CACHE") or Path.home() / ".cache/sagetrain") / "data"
+def cache_folder(kind: str = "data") -> Path:
+    """Return the folder in which this host keeps what it has read of token files in stores (`data`), or what `auto` has
+    chosen (`choices`).
+
+    Raises:
+        RuntimeError: the user has no home folder, and SAGETRAIN_CACHE names none.
+    """
+    return Path(os.environ.get("SAGETRAIN_CACHE") or Path.home() / ".cache/sagetrain") / kind
 
 
 def cached_path(url: str) -> str:

@@ -1,0 +1,42 @@
+"""Begin what the choices of `auto` and the first step wait for, before anything is decided."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import torch
+
+from sagekernels import int8_matmul, nvrtc
+from sagekernels.backends import BACKENDS
+from sagekernels.launch import capability
+from sagetrain.config.layer_specs import layers
+from sagetrain.config.schema import RunConfig
+
+
+def begin(cfg: RunConfig, compiled: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """Compile CUDA kernels in threads, on the first rank of each host, and import torch's compiler beside them.
+
+    NVRTC takes some 10 s for the kernels of a run, and the import 5 to 10 s. The ranks that wait for the choices of the
+    first one import it meanwhile.
+    """
+    if device.type != "cuda":
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0" and nvrtc.available():
+        _begin_kernels(cfg, device, dtype)
+    if compiled:
+        import_module("torch._inductor.compile_fx")
+
+
+def _begin_kernels(cfg: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Begin to compile what `auto` times first and what runs take that name it."""
+    found, attention = capability(device), cfg.attention
+    serving = next((each for each in BACKENDS if each.serves(found) and cfg.model.head_dim in each.head_dims), None)
+    named = attention.backend in ("auto", "sage") and dtype == torch.bfloat16
+    if named and serving and serving.begin and attention.recipe in ("auto", serving.fastest):
+        specs = {(layer.attention.reach.window, layer.attention.sinks) for layer in layers(cfg.model)}
+        bounds = {cfg.data.document_attention or window is not None for window, _ in specs}
+        for each in sorted(bounds):
+            serving.begin(cfg.model.head_dim, attention.smooth_k, each, any(sinks for _, sinks in specs), False)
+    if cfg.linear.precision in ("auto", "int8") or cfg.linear.head == "int8":
+        int8_matmul.begin(device, dtype)
