@@ -12,16 +12,32 @@ from sagekernels.backends import BACKENDS
 from sagekernels.launch import capability
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import RunConfig
+from sagetrain.model import initialization
+from sagetrain.model.tensors import tensors
+from sagetrain.parallel.host import memory_of_host, ranks_of_host
+from sagetrain.parallel.topology import ParallelGroups
 
 
-def begin(cfg: RunConfig, compiled: bool, device: torch.device, dtype: torch.dtype) -> None:
-    """Compile CUDA kernels in threads, on the first rank of each host, and import torch's compiler beside them.
+def begin(
+    cfg: RunConfig,
+    groups: ParallelGroups,
+    *,
+    compiled: bool,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """On a GPU, draw weights and compile CUDA kernels in threads, and import torch's compiler beside them.
 
-    NVRTC takes some 10 s for the kernels of a run, and the import 5 to 10 s. The ranks that wait for the choices of the
-    first one import it meanwhile.
+    The first rank of a host compiles kernels. The ranks that wait for its choices have imported the compiler meanwhile.
+    Weights take up to a sixteenth of the host's memory.
     """
     if device.type != "cuda":
         return
+    if cfg.parallel.pipeline_parallel_size == 1:
+        room = (memory_of_host() or 0) / (16 * (ranks_of_host() or 1))
+        specs = tensors(cfg.model, cfg.attention, vocab_size)
+        initialization.begin(specs, cfg.model, groups, cfg.training.seed, dtype, room)
     if os.environ.get("LOCAL_RANK", "0") == "0" and nvrtc.available():
         _begin_kernels(cfg, device, dtype)
     if compiled:

@@ -84,7 +84,7 @@ def settle(
         ValueError: a backend or a precision cannot run here, see resolve_backend and matmuls_of.
     """
     asked = cfg
-    begin(cfg, compiled, device, dtype)
+    begin(cfg, groups, compiled=compiled, vocab_size=vocab_size, device=device, dtype=dtype)
     if before:
         cfg, found = kept_engine(cfg, before)
         if found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,9 +17,53 @@ from sagetrain.parallel.layers import materialize, shard
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
 
+_Name = tuple[str, tuple[int, ...], float, int, int, int, torch.dtype]
+_begun: dict[_Name, Future[Tensor]] = {}
+"""The slices that threads draw or have drawn, until `initialize` takes them."""
+
 
 def _drawn(shape: Sequence[int], std: float, seed: int, name: str) -> Tensor:
     return torch.empty(*shape).normal_(0, std, generator=named_generator(seed, name))
+
+
+def _std(spec: TensorSpec, model: ModelConfig) -> float:
+    return model.init_std / ((2 * model.num_layers) ** 0.5 if spec.into_stream else 1.0)
+
+
+def _name(spec: TensorSpec, std: float, groups: ParallelGroups, seed: int, dtype: torch.dtype) -> _Name:
+    return spec.name, tuple(spec.shape), std, groups.tp_rank, groups.tp_size, seed, dtype
+
+
+@torch.no_grad()
+def _slice(spec: TensorSpec, std: float, groups: ParallelGroups, seed: int, dtype: torch.dtype) -> Tensor:
+    full = _drawn(spec.shape, std, seed, spec.name)
+    return (shard(full, spec.dim, groups) if spec.cut else full).to(dtype, copy=True).contiguous()
+
+
+def begin(
+    specs: Iterable[TensorSpec],
+    model: ModelConfig,
+    groups: ParallelGroups,
+    seed: int,
+    dtype: torch.dtype,
+    room: float,
+) -> None:
+    """Begin to draw weights in threads, as long as their slices take no more than `room` bytes. `initialize` takes
+    them, and draws the others."""
+    _begun.clear()
+    pool = ThreadPoolExecutor(_workers())
+    for spec in specs:
+        if spec.begins is None and spec.cut != "experts":
+            room -= math.prod(spec.shape) * dtype.itemsize / (groups.tp_size if spec.cut else 1)
+            if room < 0:
+                break
+            std = _std(spec, model)
+            _begun[_name(spec, std, groups, seed, dtype)] = pool.submit(_slice, spec, std, groups, seed, dtype)
+    pool.shutdown(wait=False)
+
+
+def _workers() -> int:
+    return min(8, cores_of_rank())
 
 
 @torch.no_grad()
@@ -45,24 +90,22 @@ def initialize(
     def draw(spec: TensorSpec, parameter: nn.Parameter) -> Tensor:
         if spec.begins is not None:
             return torch.full_like(parameter, spec.begins, device="cpu")
-        std = model.init_std
-        if spec.into_stream:
-            std /= (2 * model.num_layers) ** 0.5
-        values = torch.empty_like(parameter, device="cpu")
+        std = _std(spec, model)
         if spec.cut == "experts":
+            values = torch.empty_like(parameter, device="cpu")
             experts = values.view(-1, *spec.shape[1:])
             for expert, own in enumerate(experts, groups.ep_rank * len(experts)):
                 own.copy_(_drawn(own.shape, std, seed, f"{spec.name}.{expert}"))
             return values
-        full = _drawn(spec.shape, std, seed, spec.name)
-        return values.copy_(shard(full, spec.dim, groups) if spec.cut else full)
+        begun = _begun.pop(_name(spec, std, groups, seed, parameter.dtype), None)
+        return begun.result() if begun else _slice(spec, std, groups, seed, parameter.dtype)
 
     def place(spec: TensorSpec, parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
         materialize(parameter, drawn.result().to(device))
         if partition is not None:
             partition(spec, parameter)
 
-    workers = min(8, cores_of_rank())
+    workers = _workers()
     waiting: deque[tuple[TensorSpec, nn.Parameter, Future[Tensor]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for spec, parameter in parameters:

@@ -8,6 +8,9 @@ import torch
 import tiny
 from sagekernels import int8_matmul, nvrtc
 from sagetrain.auto import ahead
+from sagetrain.model import initialization
+from sagetrain.model.tensors import tensors
+from sagetrain.parallel.topology import ParallelGroups
 
 GPU = torch.device("cuda")
 
@@ -34,8 +37,12 @@ def test_kernels_are_begun(monkeypatch: pytest.MonkeyPatch, sections: dict, rank
     monkeypatch.setenv("LOCAL_RANK", rank)
     usual = {"model": {"head_dim": 64}, "attention": {"backend": "auto"}, "linear": {"precision": "auto"}}
     cfg = tiny.config(1, "bf16", **{name: {**usual.get(name, {}), **sections.get(name, {})} for name in usual})
-    ahead.begin(cfg, False, torch.device("cpu"), torch.bfloat16)
-    assert not begun
-    ahead.begin(cfg, False, GPU, torch.bfloat16)
+    how = {"compiled": False, "vocab_size": tiny.VOCAB, "dtype": torch.bfloat16}
+    ahead.begin(cfg, ParallelGroups.single(), **how, device=torch.device("cpu"))
+    assert not begun and not initialization._begun
+    ahead.begin(cfg, ParallelGroups.single(), **how, device=GPU)
     assert sorted(source.partition(".")[0] for source, _ in begun) == sources
     assert all(defines["PACKED"] == cfg.data.document_attention for _, defines in begun if "PACKED" in defines)
+    drawn = [spec.name for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB) if spec.begins is None]
+    assert [name for name, *_ in initialization._begun] == drawn
+    initialization._begun.clear()

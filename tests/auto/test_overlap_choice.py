@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from distributed import run_distributed
 from sagetrain.auto import overlap_choice, timed_choice
 from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
 from sagetrain.config import RunConfig
+from sagetrain.costs import accounting
 from sagetrain.data.batch import Batch
 from sagetrain.model.compile import compile_blocks
 
@@ -30,11 +32,12 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
     ("cfg", "continues", "device", "expected", "timed"),
     [
         (config(), False, GPU, "off", True),
+        (config(), False, "GPU, little work", "off", False),
         (config("on"), False, GPU, "on", False),
         (config(tensor=1), False, GPU, "off", False),
         # An odd number of tokens has no halves.
         (config(micro_batch_size=1, seq_length=tiny.SEQ - 1), False, GPU, "off", False),
-        (config(), False, CPU, "off", False),
+        (config(), False, CPU, "on", False),
         (config(), True, GPU, "on", False),
         (config("off"), True, GPU, "off", False),
         (config(tensor=4), True, GPU, "off", True),
@@ -42,10 +45,12 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
     ],
 )
 def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed, tmp_path) -> None:
+    device, work = (GPU, False) if isinstance(device, str) else (device, True)
     calls, said, before = list[int](), list[str](), record(config("on")) if continues else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap_choice, "time_overlap", lambda *_, **__: calls.append(1) or {"off": 1.0, "on": 1.0})
         patch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+        patch.setattr(accounting, "_OVERLAP_FLOPS", 0 if work else math.inf)
         patch.setattr(timed_choice, "of_rank_0", lambda found, device: found)
         how = {"compiled": False, "device": device, "dtype": torch.bfloat16, "say": said.append}
         groups = SimpleNamespace(topology=SimpleNamespace(world_size=4))

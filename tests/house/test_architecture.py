@@ -158,7 +158,7 @@ def test_only_these_files_import_kernels():
              if "sagekernels" in roots({name for name in imports(path) if not name.startswith(values)})}  # fmt: skip
     users -= {name_of(path) for path in below("kernels/sagekernels")}
     attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
-    choices = ("auto/attention_choice", "auto/linear_choice", "auto/timed_choice")
+    choices = ("auto/ahead", "auto/attention_choice", "auto/linear_choice", "auto/timed_choice")
     names = (
         *attention,
         *choices,

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections import Counter
+from concurrent.futures import wait
 from types import ModuleType
 
 import pytest
@@ -15,13 +16,14 @@ import tiny
 from llama_reference import reference_loss
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model import walks
+from sagetrain.model import initialization, walks
 from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, TokenLayout, find_varlen_attn, token_layout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import apply_rotary, rotary_tables
+from sagetrain.model.tensors import tensors
 from sagetrain.model.transformer import Transformer
 from sagetrain.model.walks import Half
-from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB = 128
 SINGLE = ParallelGroups.single()
@@ -376,6 +378,39 @@ def test_initialization() -> None:
         assert a.ndim == 1 or not torch.equal(a, c)
     half = _model("plain", seed=3, dtype=torch.bfloat16)
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_weights_that_were_begun_are_those_of_the_seed(tp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads draw what has room. Weights of another run, seed or slice are drawn anew."""
+    cfg, one = tiny.config(1).model, ParallelGroups.single()
+    groups = ParallelGroups(Topology(tp_size, tp_size), rank=tp_size - 1)
+    specs = [spec for spec in tensors(cfg, AttentionConfig(), tiny.VOCAB) if spec.begins is None]
+    place = groups, 7, torch.bfloat16
+
+    def drawn() -> list[torch.Tensor]:
+        found = []
+        for spec in specs:
+            shape = list(spec.shape)
+            if spec.cut:
+                shape[spec.dim] //= tp_size
+            parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+            initialization.initialize([(spec, parameter)], cfg, groups, 7, torch.device("cpu"), None)
+            found.append(parameter.detach().clone())
+        return found
+
+    alone = drawn()
+    for other in ({"seed": 8}, {"groups": one} if tp_size == 2 else {"seed": 9}):
+        how = {"groups": groups, "seed": 7, **other}
+        initialization.begin(specs, cfg, how["groups"], how["seed"], torch.bfloat16, 1e9)
+        assert all(map(torch.equal, drawn(), alone)) and len(initialization._begun) == len(specs)
+    room = sum(weights.nbytes for weights in alone[:3])
+    initialization.begin(specs, cfg, *place, room)
+    assert len(initialization._begun) == 3
+    initialization.begin(specs, cfg, *place, 1e9)
+    wait(initialization._begun.values())
+    monkeypatch.setattr(initialization, "_drawn", None)  # Nothing is drawn a second time.
+    assert all(map(torch.equal, drawn(), alone)) and not initialization._begun
 
 
 def test_weights_of_a_layer_do_not_depend_on_the_depth() -> None:

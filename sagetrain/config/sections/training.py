@@ -48,7 +48,8 @@ class ParallelConfig(Section):
     tensor_parallel_overlap: Literal["auto", "on", "off"] = "auto"
     """Split a micro-batch into two halves, so that the tensor-parallel collectives of each half run beside the matmuls
     of the other. This launches twice as many kernels, each over half of the tokens. auto: the faster way for a few
-    blocks of this model on these GPUs, timed when the run begins and kept when the run continues in the same layout."""
+    blocks of this model on these GPUs, timed when the run begins and kept when the run continues in the same layout.
+    Blocks of less than 3 TFLOP of matmuls a rank and micro-batch are not timed and go whole."""
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     """The library that shards weights, gradients and optimizer state: DeepSpeed's ZeRO, or torch's FSDP2
     (`fully_shard`). Any launcher starts both, and a checkpoint of one continues in the other. auto: fsdp, or deepspeed
