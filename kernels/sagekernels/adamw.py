@@ -88,6 +88,11 @@ class Master(NamedTuple):
     chance: Chance | None = None
     """bf16 values are rounded by chance. The default rounds to the nearest number."""
 
+    @property
+    def rounding(self) -> str:
+        """The name that kernels have for the way in which the weights are kept."""
+        return "kahan" if self.rest is not None else "chance" if self.chance else "nearest"
+
 
 @functools.lru_cache
 def levels(signed: bool) -> Tensor:
@@ -147,10 +152,13 @@ def adamw_twin(weight: Tensor, gradient: Tensor, average: Tensor, squares: Tenso
 
 
 @triton.jit
-def _decoded(CODES, LARGEST, TABLES, row, place, rows, inside, ZERO: tl.constexpr):
-    codes = tl.load(CODES + place, mask=inside, other=ZERO).to(tl.int32)
-    largest = tl.load(LARGEST + row, mask=rows, other=0.0)
-    return tl.load(TABLES + codes) * largest[:, None]
+def read_moment(MOMENT, LARGEST, TABLES, row, place, rows, inside, ZERO: tl.constexpr, EIGHT_BITS: tl.constexpr):
+    if EIGHT_BITS:
+        codes = tl.load(MOMENT + place, mask=inside, other=ZERO).to(tl.int32)
+        largest = tl.load(LARGEST + row, mask=rows, other=0.0)
+        return tl.load(TABLES + codes) * largest[:, None]
+    else:
+        return tl.load(MOMENT + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -188,7 +196,7 @@ def _encode(CODES, LARGEST, TABLES, row, place, rows, inside, values, SIGNED: tl
 
 
 @triton.jit
-def _rounded(x):
+def rounded_to_bf16(x):
     """Round to bf16, as fp32. The interpreter would cut bits off."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
@@ -198,11 +206,51 @@ def _rounded(x):
 
 
 @triton.jit
+def write_moment(
+    MOMENT, LARGEST, TABLES, row, place, rows, inside, values, SIGNED: tl.constexpr, EIGHT_BITS: tl.constexpr
+):
+    if EIGHT_BITS:
+        _encode(MOMENT, LARGEST, TABLES, row, place, rows, inside, values, SIGNED)
+    else:
+        if MOMENT.dtype.element_ty == tl.bfloat16:
+            values = rounded_to_bf16(values)
+        tl.store(MOMENT + place, values.to(MOMENT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _mixed(x):
     """Return a hash of 32-bit numbers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 16)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def read_master(WEIGHT, REST, place, inside, MASTER: tl.constexpr):
+    weight = tl.load(WEIGHT + place, mask=inside, other=0.0).to(tl.float32)
+    if MASTER == "kahan":
+        weight += tl.load(REST + place, mask=inside, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def write_master(WEIGHT, REST, place, inside, weight, at, key, width, columns, shift, MASTER: tl.constexpr):
+    """Store fp32 weights as their master is kept. `at` is where they lie in their slice."""
+    if MASTER == "chance":
+        if width > 0:
+            at = at // width * columns + shift + at % width
+        bits = _mixed(_mixed(at.to(tl.uint32)) ^ key.to(tl.uint32)) >> 16
+        bits = (weight.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
+        weight = bits.to(tl.float32, bitcast=True)
+    if MASTER == "kahan":
+        # See KahanWeights.write.
+        for _ in tl.static_range(2):
+            rounded = rounded_to_bf16(weight)
+            rest = rounded_to_bf16(weight - rounded)
+            weight = rounded + rest
+        tl.store(REST + place, rest.to(tl.bfloat16), mask=inside)
+        weight = rounded
+    tl.store(WEIGHT + place, weight.to(WEIGHT.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["key", "first"])
@@ -224,42 +272,16 @@ def _adamw_kernel(
     left = count - begin * BLOCK
     inside, rows = place < left, row * BLOCK < left
     gradient = tl.load(GRADIENT + place, mask=inside, other=0.0).to(tl.float32) * clip
-    weight = tl.load(WEIGHT + place, mask=inside, other=0.0).to(tl.float32)
-    if MASTER == "kahan":
-        weight += tl.load(REST + place, mask=inside, other=0.0).to(tl.float32)
-    if EIGHT_BITS:
-        average = _decoded(AVERAGE, AVERAGE_LARGEST, TABLES, row, place, rows, inside, 127)
-        squares = _decoded(SQUARES, SQUARES_LARGEST, TABLES + 512, row, place, rows, inside, 0)
-    else:
-        average = tl.load(AVERAGE + place, mask=inside, other=0.0).to(tl.float32)
-        squares = tl.load(SQUARES + place, mask=inside, other=0.0).to(tl.float32)
+    weight = read_master(WEIGHT, REST, place, inside, MASTER)
+    average = read_moment(AVERAGE, AVERAGE_LARGEST, TABLES, row, place, rows, inside, 127, EIGHT_BITS)
+    squares = read_moment(SQUARES, SQUARES_LARGEST, TABLES + 512, row, place, rows, inside, 0, EIGHT_BITS)
     average += (gradient - average) * first_part
     squares = squares * beta2 + gradient * second_part * gradient
     weight = weight * keep - tl.div_rn(average * rate, tl.sqrt_rn(squares) * root + eps)
-    if EIGHT_BITS:
-        _encode(AVERAGE, AVERAGE_LARGEST, TABLES, row, place, rows, inside, average, True)
-        _encode(SQUARES, SQUARES_LARGEST, TABLES + 512, row, place, rows, inside, squares, False)
-    else:
-        if AVERAGE.dtype.element_ty == tl.bfloat16:
-            average, squares = _rounded(average), _rounded(squares)
-        tl.store(AVERAGE + place, average.to(AVERAGE.dtype.element_ty), mask=inside)
-        tl.store(SQUARES + place, squares.to(SQUARES.dtype.element_ty), mask=inside)
-    if MASTER == "chance":
-        at = first + begin * BLOCK + place
-        if width > 0:
-            at = at // width * columns + shift + at % width
-        bits = _mixed(_mixed(at.to(tl.uint32)) ^ key.to(tl.uint32)) >> 16
-        bits = (weight.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
-        weight = bits.to(tl.float32, bitcast=True)
-    if MASTER == "kahan":
-        # See KahanWeights.write.
-        for _ in tl.static_range(2):
-            rounded = _rounded(weight)
-            rest = _rounded(weight - rounded)
-            weight = rounded + rest
-        tl.store(REST + place, rest.to(tl.bfloat16), mask=inside)
-        weight = rounded
-    tl.store(WEIGHT + place, weight.to(WEIGHT.dtype.element_ty), mask=inside)
+    write_moment(AVERAGE, AVERAGE_LARGEST, TABLES, row, place, rows, inside, average, True, EIGHT_BITS)
+    write_moment(SQUARES, SQUARES_LARGEST, TABLES + 512, row, place, rows, inside, squares, False, EIGHT_BITS)
+    at = first + begin * BLOCK + place
+    write_master(WEIGHT, REST, place, inside, weight, at, key, width, columns, shift, MASTER)
 
 
 def adamw(weight: Master, gradient: Tensor, average: Moment, squares: Moment, of: Factors) -> None:
@@ -280,6 +302,6 @@ def adamw(weight: Master, gradient: Tensor, average: Moment, squares: Moment, of
             average.values, average.largest if eight_bits else average.values,
             squares.values, squares.largest if eight_bits else squares.values,
             tables(values.device) if eight_bits else values, len(values), *of, key, *found[1:],
-            EIGHT_BITS=eight_bits, MASTER="kahan" if rest is not None else "chance" if chance else "nearest",
+            EIGHT_BITS=eight_bits, MASTER=weight.rounding,
             ROWS=rows, BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

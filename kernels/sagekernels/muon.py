@@ -7,19 +7,37 @@ matrix alone does not fill a GPU. The bits of a matrix do not depend on the othe
 The torch twins come first, then Triton.
 """
 
+import functools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device_of
+from .adamw import (
+    BLOCK,
+    Chance,
+    Master,
+    Moment,
+    read_master,
+    read_moment,
+    rounded_to_bf16,
+    tables,
+    write_master,
+    write_moment,
+)
+from .launch import ceil_div, on_device_of
 from .pieces import INTERPRETED
 
 QUINTIC = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
+_NO_CHANCE = Chance(0, 0)
 
-# A program takes so many values of a vector.
-VALUES, VALUE_WARPS = 4096, 8
+TILES_OF_VALUES = {True: (1, 1), False: (16, 8)}
+"""The blocks and warps of a program that works value by value: with moments in 8 bits (as AdamW's), and with others."""
+NORM_VALUES, NORM_WARPS = 8192, 8
+"""The values of a matrix whose squares a program sums, and its warps."""
 
 
 def direction_twin(momentum: Tensor, gradient: Tensor, out: Tensor, decay: float, nesterov: bool) -> None:
@@ -53,25 +71,79 @@ def orthogonalize_twin(matrix: Tensor, steps: int) -> Tensor:
 
 
 @triton.jit
-def _direction_kernel(MOMENTUM, GRADIENT, OUT, count, decay, NESTEROV: tl.constexpr, VALUES: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
-    inside = place < count
-    gradient = tl.load(GRADIENT + place, mask=inside, other=0.0).to(tl.float32)
-    momentum = tl.load(MOMENTUM + place, mask=inside, other=0.0)
-    momentum += (1.0 - decay) * (gradient - momentum)
-    tl.store(MOMENTUM + place, momentum, mask=inside)
+def _directions_kernel(
+    PARTS, GRADIENT, MOMENTUM, LARGEST, TABLES, OUT, blocks, clip, fresh,
+    NESTEROV: tl.constexpr, EIGHT_BITS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    PARTS += tl.program_id(0) // blocks * 5
+    begin = (tl.program_id(0) % blocks).to(tl.int64) * ROWS
+    # What the arguments of these names point to gives the types alone.
+    gradients, momentum = tl.load(PARTS).to(GRADIENT.dtype), tl.load(PARTS + 1).to(MOMENTUM.dtype)
+    largest, first, count = tl.load(PARTS + 2).to(LARGEST.dtype) + begin, tl.load(PARTS + 3), tl.load(PARTS + 4)
+    if ALIGNED:
+        gradients, momentum = tl.multiple_of(gradients, 16), tl.multiple_of(momentum, 16)
+        first, count = tl.multiple_of(first, 16), tl.multiple_of(count, 16)
+    left = count - begin * BLOCK
+    if left <= 0:
+        return
+    gradients += begin * BLOCK
+    momentum += begin * BLOCK
+    row = tl.arange(0, ROWS)
+    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside, rows = place < left, row * BLOCK < left
+    gradient = tl.load(gradients + place, mask=inside, other=0.0).to(tl.float32) * clip
+    average = read_moment(momentum, largest, TABLES, row, place, rows, inside, 127, EIGHT_BITS)
+    average += fresh * (gradient - average)
+    write_moment(momentum, largest, TABLES, row, place, rows, inside, average, True, EIGHT_BITS)
     if NESTEROV:
-        momentum -= (1.0 - decay) * (momentum - gradient)
-    tl.store(OUT + place, momentum.to(OUT.dtype.element_ty), mask=inside)
+        average -= fresh * (average - gradient)
+    tl.store(OUT + first + begin * BLOCK + place, average.to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add_update_kernel(WEIGHT, UPDATE, count, keep, scale, VALUES: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
-    inside = place < count
-    weight = tl.load(WEIGHT + place, mask=inside, other=0.0)
-    update = tl.load(UPDATE + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(WEIGHT + place, keep * weight + scale * update, mask=inside)
+def _add_updates_kernel(
+    PARTS, WEIGHT, REST, UPDATES, blocks, keep, scale, width, columns,
+    MASTER: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    PARTS += tl.program_id(0) // blocks * 7
+    begin = (tl.program_id(0) % blocks).to(tl.int64) * (ROWS * BLOCK)
+    weights, rest = tl.load(PARTS).to(WEIGHT.dtype), tl.load(PARTS + 1).to(REST.dtype)
+    first, count = tl.load(PARTS + 2), tl.load(PARTS + 3)
+    if ALIGNED:
+        weights, rest = tl.multiple_of(weights, 16), tl.multiple_of(rest, 16)
+        first, count = tl.multiple_of(first, 16), tl.multiple_of(count, 16)
+    left = count - begin
+    if left <= 0:
+        return
+    weights += begin
+    rest += begin
+    place = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = place < left
+    update = tl.load(UPDATES + first + begin + place, mask=inside, other=0.0).to(tl.float32)
+    weight = keep * read_master(weights, rest, place, inside, MASTER) + scale * update
+    key, start, shift = tl.load(PARTS + 4), tl.load(PARTS + 5), tl.load(PARTS + 6)
+    write_master(weights, rest, place, inside, weight, start + begin + place, key, width, columns, shift, MASTER)
+
+
+@triton.jit
+def _squares_kernel(X, SQUARES, count, chunks, VALUES: tl.constexpr):
+    matrix, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    place = chunk * VALUES + tl.arange(0, VALUES)
+    x = tl.load(X + matrix * count + place, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(SQUARES + tl.program_id(0), tl.sum(x * x))
+
+
+@triton.jit
+def _normalize_kernel(X, SQUARES, count, chunks, EPS: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr):
+    matrix, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    every = tl.arange(0, CHUNKS)
+    squares = tl.sum(tl.load(SQUARES + matrix * chunks + every, mask=every < chunks, other=0.0))
+    norm = tl.maximum(rounded_to_bf16(tl.sqrt_rn(squares)), EPS)
+    place = chunk * VALUES + tl.arange(0, VALUES)
+    x = tl.load(X + matrix * count + place, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(
+        X + matrix * count + place, tl.div_rn(x, tl.zeros_like(x) + norm).to(X.dtype.element_ty), mask=place < count
+    )
 
 
 @triton.jit
@@ -162,9 +234,8 @@ def product(
 def orthogonalize_triton(matrices: Tensor, steps: int) -> Tensor:
     """Compute orthogonalize_twin for each matrix of a bf16 batch [batch, rows, columns], which is overwritten."""
     a, b, c = QUINTIC
+    normalize(matrices)
     x = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
-    # One norm at a time, because the bits of a norm would depend on the number of matrices.
-    x.div_(torch.stack([matrix.norm() for matrix in x]).clamp_(min=EPS)[:, None, None])
     other, short = torch.empty_like(x), x.shape[1]
     gram, squared = (x.new_empty(len(x), short, short) for _ in range(2))
     for _ in range(steps):
@@ -175,30 +246,90 @@ def orthogonalize_triton(matrices: Tensor, steps: int) -> Tensor:
     return x.mT if matrices.shape[1] > matrices.shape[2] else x
 
 
-def direction_triton(momentum: Tensor, gradient: Tensor, out: Tensor, decay: float, nesterov: bool) -> None:
-    """Compute direction_twin on a GPU, within its rounding."""
-    with on_device_of(momentum):
-        _direction_kernel[(triton.cdiv(len(momentum), VALUES),)](
-            momentum, gradient, out, len(momentum), decay, NESTEROV=nesterov, VALUES=VALUES, num_warps=VALUE_WARPS
-        )
+def normalize(matrices: Tensor) -> None:
+    """Divide each matrix of a contiguous bf16 batch [batch, rows, columns] by its norm, in place. The bits of a norm do
+    not depend on the number of matrices, as those of torch's do."""
+    assert matrices.is_contiguous()
+    count = matrices[0].numel()
+    chunks = ceil_div(count, NORM_VALUES)
+    squares = torch.empty(len(matrices), chunks, dtype=torch.float32, device=matrices.device)
+    how = {"VALUES": NORM_VALUES, "num_warps": NORM_WARPS}
+    with on_device_of(matrices):
+        _squares_kernel[(squares.numel(),)](matrices, squares, count, chunks, **how)
+        most = triton.next_power_of_2(chunks)
+        _normalize_kernel[(squares.numel(),)](matrices, squares, count, chunks, EPS=EPS, CHUNKS=most, **how)
 
 
-def add_update_triton(weight: Tensor, update: Tensor, keep: float, scale: float) -> None:
-    """Compute add_update_twin on a GPU, within its rounding."""
-    with on_device_of(weight):
-        _add_update_kernel[(triton.cdiv(len(weight), VALUES),)](
-            weight, update, len(weight), keep, scale, VALUES=VALUES, num_warps=VALUE_WARPS
-        )
+@functools.lru_cache(maxsize=256)
+def _table(parts: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return what the programs of a launch read about its parts. Addresses stay the same from step to step mostly."""
+    made = torch.tensor(parts, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-def direction(momentum: Tensor, gradient: Tensor, out: Tensor, decay: float, nesterov: bool) -> None:
-    """Take a gradient into the momentum, and write the direction of the update: see direction_twin."""
-    (direction_triton if momentum.is_cuda else direction_twin)(momentum, gradient, out, decay, nesterov)
+def _even(parts: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether 16 divides the addresses, the places and the lengths of all parts."""
+    return not any(number % 16 for part in parts for number in part)
 
 
-def add_update(weight: Tensor, update: Tensor, keep: float, scale: float) -> None:
-    """Set weights to `keep` times themselves plus `scale` times the update: see add_update_twin."""
-    (add_update_triton if weight.is_cuda else add_update_twin)(weight, update, keep, scale)
+def directions(
+    momenta: Sequence[Moment], gradients: Sequence[Tensor], out: Tensor, decay: float, nesterov: bool, clip: float = 1.0
+) -> None:
+    """Compute direction_twin for many parts in one launch on a GPU, within its rounding.
+
+    Args:
+        momenta: the momentum of each part, all of them in one form.
+        gradients: the gradient of each part, 1-D, all of them in fp32 or all in bf16.
+        out: the directions of all parts, one after the other, 1-D in bf16.
+        clip: what gradients are multiplied by first.
+    """
+    parts, first = list[tuple[int, ...]](), 0
+    for (values, largest), gradient in zip(momenta, gradients, strict=True):
+        at = values.data_ptr(), 0 if largest is None else largest.data_ptr()
+        parts.append((gradient.data_ptr(), *at, first, gradient.numel()))
+        first += gradient.numel()
+    if not parts:
+        return
+    (values, scales), most = momenta[0], max(part[-1] for part in parts)
+    eight_bits = scales is not None
+    rows, warps = TILES_OF_VALUES[eight_bits]
+    blocks = ceil_div(most, rows * BLOCK)
+    with on_device_of(out):
+        _directions_kernel[(len(parts) * blocks,)](
+            _table(tuple(parts), out.device), gradients[0], values, scales if eight_bits else values,
+            tables(out.device) if eight_bits else values, out, blocks, clip, 1 - decay,
+            NESTEROV=nesterov, EIGHT_BITS=eight_bits, ALIGNED=_even([(*part[:2], *part[3:]) for part in parts]),
+            ROWS=rows, BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def add_updates(masters: Sequence[Master], updates: Tensor, places: Sequence[int], keep: float, scale: float) -> None:
+    """Compute add_update_twin for many parts in one launch on a GPU, within its rounding, and round the weights as
+    their masters are kept.
+
+    Args:
+        masters: the weights of each part, all of them in one form. Those that are rounded by chance are parts of
+            tensors of one shape that are cut in the same way.
+        updates: 1-D in bf16.
+        places: the place in `updates` where the update of each part begins.
+    """
+    parts = list[tuple[int, ...]]()
+    for (values, rest, chance), place in zip(masters, places, strict=True):
+        of = chance or _NO_CHANCE
+        at = values.data_ptr(), 0 if rest is None else rest.data_ptr()
+        parts.append((*at, place, values.numel(), of.key, of.first, of.shift))
+    if not parts:
+        return
+    (values, rest, chance), most = masters[0], max(part[3] for part in parts)
+    of, (rows, warps) = chance or _NO_CHANCE, TILES_OF_VALUES[False]
+    blocks = ceil_div(most, rows * BLOCK)
+    with on_device_of(updates):
+        _add_updates_kernel[(len(parts) * blocks,)](
+            _table(tuple(parts), updates.device), values, values if rest is None else rest, updates,
+            blocks, keep, scale, of.width, of.columns,
+            MASTER=masters[0].rounding, ALIGNED=_even([part[:4] for part in parts]),
+            ROWS=rows, BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagekernels.muon import add_update, direction, orthogonalize
+from sagekernels.muon import add_update_twin, add_updates, direction_twin, directions, orthogonalize
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.optim.owners import MUON_ROUND, owners
 from sagetrain.optim.pieces import TensorPiece, clip_gradients
@@ -52,6 +52,20 @@ class _Range(NamedTuple):
         return self.stop - self.start
 
 
+class _Held(NamedTuple):
+    """What this rank keeps of a matrix in a round."""
+
+    number: int
+    """The number of the matrix."""
+    of: int
+    """The number of its tensor's piece."""
+    first: int
+    """The range in that piece."""
+    stop: int
+    place: int
+    """The place in what ranks exchange in the round."""
+
+
 class Muon:
     """An optimizer (pieces.Optimizer) of matrices. Making one is collective.
 
@@ -83,6 +97,8 @@ class Muon:
         owner = owners([piece.spec.shape for piece in self._pieces], ranks, cfg.muon.steps)
         owned = [[n for n, o in enumerate(owner) if o == rank] for rank in range(ranks)]
         self._rounds = list(_rounds(owned, self._pieces))
+        # A GPU takes all matrices of a round by one kernel.
+        self._together = any(piece.weight.is_cuda for piece in pieces)
 
     def _everybodys(self, ranks: int) -> list[list[_Range]]:
         """Return the range that each rank keeps of each matrix."""
@@ -97,27 +113,41 @@ class Muon:
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], lr: float, update: int, clip: float = 1.0) -> None:
         """Update weights and momentum: see pieces.Optimizer."""
-        clip_gradients(gradients, clip)
+        if not self._together:
+            clip_gradients(gradients, clip)
         for matrices in self._rounds:
             mine, every = matrices[self._rank], list(itertools.chain.from_iterable(matrices))
             sent = [sum(self._ranges[self._rank][n].size for n in owned) for owned in matrices]
             kept = [sum(each[n].size for n in mine) for each in self._ranges]
-            updates = self._orthogonal(mine, self._exchanged(self._directions(every, gradients), sent, kept))
+            updates = self._orthogonal(mine, self._exchanged(self._directions(every, gradients, clip), sent, kept))
             self._apply(every, self._exchanged(updates, kept, sent), lr * self._lr_factor, update)
             del updates
 
-    def _directions(self, matrices: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
+    def _held(self, matrices: Sequence[int]) -> list[_Held]:
+        """Return what this rank keeps of matrices. Those that it keeps nothing of are left out."""
+        held, place = list[_Held](), 0
+        for number in matrices:
+            _, of, first = self._matrices[number]
+            if size := self._ranges[self._rank][number].size:
+                held.append(_Held(number, of, first, first + size, place))
+                place += size
+        return held
+
+    def _directions(self, matrices: Sequence[int], gradients: Sequence[Tensor], clip: float) -> Tensor:
         """Take gradients into the momentum. Return the directions of the updates, before they are orthogonalized, one
-        after the other in bf16."""
-        sizes = [self._ranges[self._rank][number].size for number in matrices]
-        found = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self._pieces[0].weight.device)
-        for number, place in zip(matrices, found.split(sizes), strict=True):
-            if len(place):
-                _, of, first = self._matrices[number]
-                state, stop = self.state[of]["momentum"], first + len(place)
-                momentum, gradient = state.read(first, stop), gradients[of][first:stop]
-                direction(momentum, gradient, place, self._cfg.momentum, self._cfg.nesterov)
-                state.write(momentum, first)
+        after the other in bf16. On a CPU the gradients are clipped already."""
+        held, cfg, states = self._held(matrices), self._cfg, [state["momentum"] for state in self.state]
+        size = sum(part.stop - part.first for part in held)
+        found = torch.empty(size, dtype=torch.bfloat16, device=self._pieces[0].weight.device)
+        own = [gradients[part.of][part.first : part.stop] for part in held]
+        if self._together:
+            momenta = [states[part.of].moment(part.first, part.stop) for part in held]
+            directions(momenta, own, found, cfg.momentum, cfg.nesterov, clip)
+            return found
+        for part, gradient in zip(held, own, strict=True):
+            momentum, place = states[part.of].read(part.first, part.stop), found[part.place :][: len(gradient)]
+            direction_twin(momentum, gradient, place, cfg.momentum, cfg.nesterov)
+            states[part.of].write(momentum, part.first)
         return found
 
     def _exchanged(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -143,20 +173,26 @@ class Muon:
             for ranges in self._ranges
             for place, (of, start, stop) in enumerate(ranges[number] for number in mine)
         ]
-        for place, part in zip(places, parts.split([len(place) for place in places]), strict=True):
-            place.copy_(part)
+        torch._foreach_copy_(places, parts.split([len(place) for place in places]))
         flat.copy_(_slices(orthogonalize(_whole(flat, piece), self._cfg.steps), piece))
         return torch.cat(places)
 
     def _apply(self, matrices: Sequence[int], updates: Tensor, lr: float, update: int) -> None:
         """Decay this rank's pieces, and add their updates."""
-        sizes = [self._ranges[self._rank][number].size for number in matrices]
-        for number, part in zip(matrices, updates.split(sizes), strict=True):
-            if len(part):
-                piece, of, first = self._matrices[number]
-                weight = self.weights[of].read(first, first + len(part))
-                add_update(weight, part, 1 - lr * self._weight_decay, -lr * self._factor(*piece.spec.shape))
-                self.weights[of].write(weight, first, update)
+        keep, kinds = 1 - lr * self._weight_decay, dict[_Kind, list[_Held]]()
+        # Owners may have matrices of another kind in the same round.
+        for part in self._held(matrices):
+            kinds.setdefault(_kind(self._pieces[part.number]), []).append(part)
+        for kind, held in kinds.items():
+            scale = -lr * self._factor(*kind.shape)
+            if self._together:
+                masters = [self.weights[part.of].master(update, part.first, part.stop) for part in held]
+                add_updates(masters, updates, [part.place for part in held], keep, scale)
+                continue
+            for part in held:
+                weight = self.weights[part.of].read(part.first, part.stop)
+                add_update_twin(weight, updates[part.place :][: len(weight)], keep, scale)
+                self.weights[part.of].write(weight, part.first, update)
 
     def _factor(self, rows: int, columns: int) -> float:
         """Return the factor of a matrix's learning rate (optimizer.muon.adjust_lr)."""
@@ -199,23 +235,32 @@ def _slices(whole: Tensor, piece: TensorPiece) -> Tensor:
     return whole.reshape(len(whole), rows, piece.slices, -1).transpose(1, 2).reshape(len(whole), piece.slices, -1)
 
 
+class _Kind(NamedTuple):
+    """Matrices of one kind are orthogonalized together. Slices of rows and slices of columns are put together in
+    another way: q and out may have the same shape. So may gate of an expert, which no rank cuts, and gate of the shared
+    experts."""
+
+    shape: tuple[int, ...]
+    dim: int
+    slices: int
+
+
+def _kind(piece: TensorPiece) -> _Kind:
+    return _Kind(piece.spec.shape, (piece.spec.dim or 0) if piece.slices > 1 else 0, piece.slices)
+
+
 def _rounds(owned: Sequence[Sequence[int]], pieces: Sequence[TensorPiece]) -> list[list[list[int]]]:
     """Cut the matrices of each owner into rounds of about MUON_ROUND values of one shape. Every owner has a list in
     every round."""
 
-    def kind(number: int) -> tuple[tuple[int, ...], int, int]:
-        # Slices of rows and slices of columns are put together in another way: q and out may have the same shape. So
-        # may gate of an expert, which no rank cuts, and gate of the shared experts.
-        piece = pieces[number]
-        return piece.spec.shape, (piece.spec.dim or 0) if piece.slices > 1 else 0, piece.slices
-
+    kinds = [_kind(piece) for piece in pieces]
     cut: list[list[list[int]]] = []
     for matrices in owned:
         rounds: list[list[int]] = []
         # The largest matrices come first on every owner, so that owners work at the same time.
-        for number in sorted(matrices, key=lambda n: (-pieces[n].spec.size, kind(n), n)):
+        for number in sorted(matrices, key=lambda n: (-pieces[n].spec.size, kinds[n], n)):
             size, before = pieces[number].spec.size, rounds[-1] if rounds else []
-            if before and kind(before[0]) == kind(number) and (len(before) + 1) * size <= MUON_ROUND:
+            if before and kinds[before[0]] == kinds[number] and (len(before) + 1) * size <= MUON_ROUND:
                 rounds[-1].append(number)
             else:
                 rounds.append([number])

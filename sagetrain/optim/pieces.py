@@ -25,8 +25,9 @@ class State(Protocol):
         """Set the state from position `start` on to `values`, 1-D in fp32. `start` is a multiple of STEP."""
         ...
 
-    def moment(self) -> Moment:
-        """Return the memory, which a kernel updates in place."""
+    def moment(self, start: int = 0, stop: int | None = None) -> Moment:
+        """Return the memory of the range [start, stop), which a kernel updates in place. `start` is a multiple of
+        STEP."""
         ...
 
 
@@ -42,8 +43,8 @@ class Weights(Protocol):
         What was read is kept as it is."""
         ...
 
-    def master(self, update: int) -> Master:
-        """Return the memory, where a kernel makes update number `update` in place."""
+    def master(self, update: int, start: int = 0, stop: int | None = None) -> Master:
+        """Return the memory of the range [start, stop), where a kernel makes update number `update` in place."""
         ...
 
 

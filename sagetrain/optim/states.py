@@ -34,13 +34,13 @@ class Fp32:
         if memory.data_ptr() != values.data_ptr():
             memory.copy_(values)
 
-    def moment(self) -> Moment:
+    def moment(self, start: int = 0, stop: int | None = None) -> Moment:
         """Return the memory for the kernel of the update: see pieces.State."""
-        return Moment(self._values)
+        return Moment(self._values[start:stop])
 
-    def master(self, update: int) -> Master:
+    def master(self, update: int, start: int = 0, stop: int | None = None) -> Master:
         """Return the memory for the kernel of the update: see pieces.Weights."""
-        return Master(self._values)
+        return Master(self._values[start:stop])
 
 
 class Bf16:
@@ -57,9 +57,9 @@ class Bf16:
         """Set the state from position `start` on."""
         self._values[start : start + len(values)] = values
 
-    def moment(self) -> Moment:
+    def moment(self, start: int = 0, stop: int | None = None) -> Moment:
         """Return the memory for the kernel of the update: see pieces.State."""
-        return Moment(self._values)
+        return Moment(self._values[start:stop])
 
 
 class Int8:
@@ -77,8 +77,9 @@ class Int8:
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a copy in fp32."""
-        codes, first = self._codes[start:stop], start // BLOCK
-        return decode_twin(codes, self._largest[first : first - (-len(codes) // BLOCK)], self._signed)
+        codes, largest = self.moment(start, stop)
+        assert largest is not None
+        return decode_twin(codes, largest, self._signed)
 
     def write(self, values: Tensor, start: int = 0) -> None:
         """Set the state from position `start` on, a multiple of BLOCK, to the nearest levels."""
@@ -86,9 +87,10 @@ class Int8:
         self._codes[start : start + len(values)] = codes
         self._largest[start // BLOCK : start // BLOCK + len(largest)] = largest
 
-    def moment(self) -> Moment:
+    def moment(self, start: int = 0, stop: int | None = None) -> Moment:
         """Return the memory for the kernel of the update: see pieces.State."""
-        return Moment(self._codes, self._largest)
+        codes, first = self._codes[start:stop], start // BLOCK
+        return Moment(codes, self._largest[first : first - (-len(codes) // BLOCK)])
 
 
 def state_of(moments: Moments, like: Tensor, signed: bool = True) -> State:

@@ -46,13 +46,13 @@ class ChanceWeights:
             self._piece.weight[start : start + len(part)] = round_by_chance(part, bits)
             start += len(part)
 
-    def master(self, update: int) -> Master:
+    def master(self, update: int, start: int = 0, stop: int | None = None) -> Master:
         """Return the memory for the kernel of the update: see pieces.Weights."""
         piece, key = self._piece, _key(self._seed, update, self._piece.spec.name)
+        values, first = piece.weight[start:stop], piece.start + start
         if width := _width(piece):
-            cut = piece.start, width, piece.spec.shape[1], piece.slice * width
-            return Master(piece.weight, chance=Chance(key, *cut))
-        return Master(piece.weight, chance=Chance(key, piece.start + piece.slice * (piece.spec.size // piece.slices)))
+            return Master(values, chance=Chance(key, first, width, piece.spec.shape[1], piece.slice * width))
+        return Master(values, chance=Chance(key, first + piece.slice * (piece.spec.size // piece.slices)))
 
 
 class KahanWeights:
@@ -75,9 +75,9 @@ class KahanWeights:
             values = rounded.float().add_(rest)
         self._values[start : start + len(values)], self._rest[start : start + len(values)] = rounded, rest
 
-    def master(self, update: int) -> Master:
+    def master(self, update: int, start: int = 0, stop: int | None = None) -> Master:
         """Return the memory for the kernel of the update: see pieces.Weights."""
-        return Master(self._values, self._rest)
+        return Master(self._values[start:stop], self._rest[start:stop])
 
 
 def weights_of(master: MasterKind, piece: TensorPiece, seed: int) -> Weights:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from muon_updates import FORMS, assert_same_passes, gradients_of, muon_of, weights_of_all
 from on_gpu import needs_gpu
 from sagekernels import muon
 
@@ -43,18 +44,21 @@ def test_both_halves_of_a_symmetric_product_are_right(rows: int, depth: int) -> 
         assert torch.equal(found, found.mT) or not symmetric
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_passes_are_those_of_their_twins(nesterov: bool, dtype: torch.dtype) -> None:
-    """Pieces begin anywhere, as ZeRO cuts them."""
-    for first, count in ((0, 100_003), (1, 4097), (3, 1)):
-        gradient, momentum = (draw(count + first, seed=n)[first:] for n in range(2))
-        ours, theirs = ((momentum.clone(), momentum.to(torch.bfloat16)) for _ in range(2))
-        for found, how in ((ours, muon.direction_triton), (theirs, muon.direction_twin)):
-            how(found[0], gradient.to(dtype), found[1], 0.95, nesterov)
-        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(ours[1], theirs[1], rtol=2**-7, atol=1e-6)
-        weights = [gradient.clone() for _ in range(2)]
-        muon.add_update_triton(weights[0], ours[1], 0.999, -0.01)
-        muon.add_update_twin(weights[1], ours[1], 0.999, -0.01)
-        torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("moments", "master"), FORMS)
+def test_passes_take_many_parts_at_once(moments: str, master: str) -> None:
+    """Pieces begin anywhere, as ZeRO cuts them, or where 16 bytes are read at a time."""
+    for nesterov, dtype, shift in ((True, torch.float32, 0), (True, torch.bfloat16, 1), (False, torch.float32, 1)):
+        assert_same_passes(moments, master, nesterov, dtype, "cuda", shift)
+
+
+def test_updates_are_those_of_twins_and_the_same_twice() -> None:
+    """The twins take one matrix after the other on the CPU."""
+    ends = []
+    for device in ("cuda", "cuda", "cpu"):
+        optimizer = muon_of([(40, 64), (64, 40), (300, 64)] * 3, "fp32", "fp32", device)
+        for update in (1, 2):
+            optimizer.step(gradients_of(optimizer, update), 1e-2, update, 0.5)
+        ends.append([weight.cpu() for weight in weights_of_all(optimizer)])
+    for first, second, twin in zip(*ends, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, twin, rtol=0, atol=2e-3)

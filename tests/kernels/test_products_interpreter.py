@@ -3,15 +3,23 @@
 test_sage_interpreter.py starts the process that interprets.
 """
 
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from interpreted import INSIDE
+from interpreted import INSIDE, find
 
 if INSIDE:
+    from muon_updates import FORMS, assert_same_passes, gradients_of, muon_of, weights_of_all
     from sagekernels import muon
     from sagekernels.int8_matmul import ProductTile, int8_product_triton, product_twin
+    from sagetrain.optim import muon as optim_muon
 
     every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
@@ -111,18 +119,62 @@ if INSIDE:
             assert ((half.double() - truth).abs() <= 2**-7 * truth.abs() + 1e-4).all()
         assert (memory[:, 150:] == 7).all() and (memory[:, :, 150:] == 7).all()
 
-    @pytest.mark.parametrize("nesterov", [True, False])
-    def test_muons_passes_are_those_of_their_twins(nesterov):
-        draw = torch.Generator().manual_seed(0)
-        momentum, gradient, weight = (torch.randn(5000, generator=draw) for _ in range(3))
-        for values in (gradient, gradient.bfloat16()):
-            ours, theirs = (
-                (momentum.clone(), torch.empty(5000, dtype=torch.bfloat16), weight.clone()) for _ in range(2)
-            )
-            muon.direction_triton(ours[0], values, ours[1], 0.95, nesterov)
-            muon.direction_twin(theirs[0], values, theirs[1], 0.95, nesterov)
-            muon.add_update_triton(ours[2], theirs[1], 0.999, -0.01)
-            muon.add_update_twin(theirs[2], theirs[1], 0.999, -0.01)
-            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(ours[1], theirs[1], rtol=2**-7, atol=1e-6)
-            torch.testing.assert_close(ours[2], theirs[2], rtol=1e-6, atol=1e-6)
+    class Counted:
+        """A kernel that calls `noted` at each launch."""
+
+        def __init__(self, kernel: Any, noted: Callable[[], None]) -> None:
+            self.kernel, self.noted = kernel, noted
+
+        def __getitem__(self, grid: Any) -> Any:
+            self.noted()
+            return self.kernel[grid]
+
+    class Operators(TorchDispatchMode):
+        """It counts the operators of torch that compute."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts = Counter[str]()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if not (function.is_view or "empty" in str(function)):
+                self.counts[str(function)] += 1
+            return function(*args, **kwargs or {})
+
+    @pytest.mark.parametrize(("moments", "master"), FORMS)
+    def test_muons_passes_take_many_parts_at_once(moments, master):
+        for nesterov, dtype, shift in ((True, torch.float32, 1), (False, torch.bfloat16, 0)):
+            assert_same_passes(moments, master, nesterov, dtype, shift=shift)
+
+    def test_mistakes_in_muons_passes_are_found(monkeypatch):
+        find(monkeypatch, lambda: assert_same_passes("fp32", "fp32", True, shift=1), muon, [
+            ("_directions_kernel", ") * clip", ")"),
+            ("_directions_kernel", "place < left", "place <= left"),
+            ("_add_updates_kernel", "UPDATES + first", "UPDATES"),
+        ])  # fmt: skip
+        find(monkeypatch, lambda: assert_same_passes("int8", "bf16_chance", True), muon, [
+            ("_directions_kernel", "LARGEST.dtype) + begin", "LARGEST.dtype)"),
+            ("_add_updates_kernel", "start + begin + place", "begin + place"),
+            ("_add_updates_kernel", "tl.load(PARTS + 6)", "tl.load(PARTS + 5)"),
+        ])  # fmt: skip
+
+    def test_muon_launches_as_much_for_many_matrices(monkeypatch):
+        """Launches and operators of torch do not depend on the number of matrices of a shape. An update is that of
+        the twins, one matrix after the other."""
+        launched, counts = list[str](), []
+        for name in [name for name in vars(muon) if name.endswith("_kernel")]:
+            monkeypatch.setattr(muon, name, Counted(getattr(muon, name), partial(launched.append, name)))
+        monkeypatch.setattr(optim_muon, "orthogonalize", muon.orthogonalize_triton)
+        for many in (1, 4):
+            ours = muon_of([(40, 64), (64, 40)] * many, "fp32", "fp32")
+            ours._together, given = True, gradients_of(ours, 1)
+            launched.clear()
+            with Operators() as operators:
+                ours.step(given, 1e-2, 1, 0.5)
+            counts.append((Counter(launched), operators.counts))
+        assert counts[0] == counts[1]
+        twins = muon_of([(40, 64), (64, 40)] * many, "fp32", "fp32")
+        monkeypatch.undo()
+        twins.step(given, 1e-2, 1, 0.5)
+        for weight, expected in zip(weights_of_all(ours), weights_of_all(twins), strict=True):
+            torch.testing.assert_close(weight, expected, rtol=0, atol=2e-3)
