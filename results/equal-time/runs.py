@@ -44,23 +44,24 @@ BYTES_PER_TOKEN = 3.812
 VALID, POINTS, WARM = 192, 8, 12
 WITHIN = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 TUNED, MUON = Knobs(2e-3, 0.75, 1.6e-2, 0.1), Knobs(4e-3, 0.5, 1.6e-2, 0.1)
-LINE = MUON._replace(warmup=0.2)
-UNTIED = {"model.tie_embeddings": False, "optimizer.lr_of.head": 3.5e-3}
-BETAS = {"optimizer.betas": [0.8, 0.95]}
+LINE, QUICK = MUON._replace(warmup=0.2), {"optimizer.betas": [0.8, 0.95], "optimizer.muon.momentum": 0.9}
+UNTIED = {"model.tie_embeddings": False, "optimizer.lr_of.head": 4e-3}
 # The settings, and the learning rate at the end as a share of the peak. `usual` is what pages about models of this size
 # give. The others are the best of results/muon-loss.
 PLAIN = {"pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1), "pytorch tuned": (TUNED, 0.0)}
 OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "sagetrain": ("muon", MUON, {}, None),
     "sagetrain adamw": ("adamw", TUNED, {}, None),
-    "untied": ("muon", MUON, UNTIED, None),
-    "linear decay": ("muon", LINE, {}, 0.65),
-    "betas": ("muon", MUON, BETAS, None),
-    "all three": ("muon", LINE, UNTIED | BETAS, 0.65),
-    "and rates": ("muon", LINE._replace(lr=8e-3, embedding=6.4e-2), UNTIED | BETAS, 0.65),
+    "line": ("muon", LINE, {}, 0.65),
+    "line, 8e-3": ("muon", LINE._replace(lr=8e-3), {}, 0.65),
+    "line, quick": ("muon", LINE, QUICK, 0.65),
+    "untied": ("muon", LINE._replace(embedding=6.4e-2), UNTIED, 0.65),
+    "untied, quick": ("muon", LINE._replace(embedding=6.4e-2), UNTIED | QUICK, 0.65),
+    "untied, quick, 2e-3": ("muon", LINE._replace(lr=2e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
+    "untied, quick, 8e-3": ("muon", LINE._replace(lr=8e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
 }
 """The rule, its settings, other keys, and the share of the run over which the rate falls in a line; None: a cosine.
-Those behind the first two take settings of the speed run that our keys have. No row of the page is of them yet."""
+Those behind the first two take settings of the speed run that our keys have (parts.py)."""
 ARMS = [*OURS, *PLAIN, "speed run"]
 
 
@@ -83,14 +84,19 @@ class Arm(Protocol):
     def held(self, text: torch.Tensor, places: torch.Tensor) -> float: ...
 
 
+def recipe(name: str) -> tuple[RunConfig, Knobs, float | None]:
+    """Return the configuration of one of OURS, its knobs, and its line."""
+    rule, knobs, changes, line = OURS[name]
+    tree = config(rule, "bf16", 400, knobs).model_dump(mode="json")
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        functools.reduce(dict.__getitem__, sections, tree)[last] = value
+    return RunConfig.model_validate(tree), knobs, line
+
+
 class Ours:
     def __init__(self, name: str, out: Path, device: torch.device, fixed: bool = False) -> None:
-        rule, self.knobs, changes, self.line = OURS[name]
-        tree = config(rule, "bf16", 400, self.knobs).model_dump(mode="json")
-        for key, value in changes.items():
-            *sections, last = key.split(".")
-            functools.reduce(dict.__getitem__, sections, tree)[last] = value
-        cfg = RunConfig.model_validate(tree)
+        cfg, self.knobs, self.line = recipe(name)
         if device.type == "cuda" and not fixed:
             open_to = {"attention": {"backend": "auto"}, "linear": {"precision": "auto"}}
             cfg = cfg.changed({**open_to, "data": {"document_attention": False, "document_positions": False}})
