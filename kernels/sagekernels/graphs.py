@@ -39,6 +39,7 @@ class Pool:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # An invalid capture may still be known to the allocator, so its object is never freed.
         self._failed: list[torch.cuda.CUDAGraph] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def record(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record what a function launches on the current stream, which is not the default stream.
@@ -67,6 +68,14 @@ class Pool:
                 raise
         self._graphs.add(graph)
         return graph
+
+    def record_aside(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record what a function launches, on another stream than the current one, which may be the default stream."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self.record(function)
 
     def forget(self) -> None:
         """Drop all recordings. They cannot be replayed any more."""

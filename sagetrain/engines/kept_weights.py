@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from sagekernels.graphs import Pool, Recording
@@ -34,7 +33,6 @@ class KeptWeights:
 
     def __init__(self, in_place: bool) -> None:
         self._pool = Pool() if in_place else None
-        self._stream = torch.cuda.Stream() if in_place else None
         self._renewals: dict[nn.Module, _Renewal] = {}
 
     def renew(self, block: nn.Module) -> None:
@@ -45,7 +43,7 @@ class KeptWeights:
             keep_weights(block)  # Triton compiles its kernels here, which it cannot while a graph is captured.
             if not any(layer.kept for layer in layers):
                 return
-            graph = self._captured(block)
+            graph = self._pool.record_aside(partial(keep_weights, block)) if self._pool else None
             renewal = _Renewal(matmuls, [layer.kept for layer in layers], graph)
         elif renewal.graph is None:
             keep_weights(block)
@@ -57,10 +55,3 @@ class KeptWeights:
             layer.kept = kept  # A layer that has multiplied in another way for a while has none.
         if renewal.graph is not None:
             renewal.graph.replay()
-
-    def _captured(self, block: nn.Module) -> Recording | None:
-        if self._pool is None or self._stream is None:
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            return self._pool.record(partial(keep_weights, block))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagekernels.graphs import Pool, Record, Recording
 from sagekernels.muon import add_update_twin, add_updates, direction_twin, directions, orthogonalize
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.optim.owners import MUON_ROUND, owners
@@ -99,6 +100,13 @@ class Muon:
         self._rounds = list(_rounds(owned, self._pieces))
         # A GPU takes all matrices of a round by one kernel.
         self._together = any(piece.weight.is_cuda for piece in pieces)
+        self._record: Record | None = None
+        self._recordings: dict[torch.Size, tuple[Tensor, Recording]] = {}
+        # The host needs a millisecond to launch what orthogonalizes a batch, and a GPU less, if matrices are few and
+        # small.
+        own = sum(self._pieces[number].spec.size for number in owned[self._rank])
+        if self._together and own <= MUON_ROUND:
+            self._record = Pool().record_aside
 
     def _everybodys(self, ranks: int) -> list[list[_Range]]:
         """Return the range that each rank keeps of each matrix."""
@@ -166,7 +174,7 @@ class Muon:
             return parts
         piece = self._pieces[mine[0]]
         if self._group is None:
-            return orthogonalize(parts.view(len(mine), *piece.spec.shape), self._cfg.steps).reshape(-1)
+            return self._orthogonalized(parts.view(len(mine), *piece.spec.shape)).reshape(-1)
         flat = parts.new_empty(len(mine), piece.slices, piece.spec.size // piece.slices)
         places = [
             flat[place, of, start:stop]
@@ -174,8 +182,29 @@ class Muon:
             for place, (of, start, stop) in enumerate(ranges[number] for number in mine)
         ]
         torch._foreach_copy_(places, parts.split([len(place) for place in places]))
-        flat.copy_(_slices(orthogonalize(_whole(flat, piece), self._cfg.steps), piece))
+        flat.copy_(_slices(self._orthogonalized(_whole(flat, piece)), piece))
         return torch.cat(places)
+
+    def _orthogonalized(self, matrices: Tensor) -> Tensor:
+        """Orthogonalize a batch, which is overwritten: by a CUDA graph from the second batch of its shape on, where
+        that is faster. The result lies in the memory of the graph until the next batch of the shape."""
+        steps = self._cfg.steps
+        if self._record is None:
+            return orthogonalize(matrices, steps)
+        if matrices.shape not in self._recordings:
+            # Triton compiles its kernels now, which it cannot while a graph is captured.
+            memory = torch.empty_like(matrices)
+
+            def again() -> None:
+                memory.copy_(orthogonalize(memory, steps))
+
+            found = orthogonalize(matrices, steps)
+            self._recordings[matrices.shape] = memory, self._record(again)
+            return found
+        memory, graph = self._recordings[matrices.shape]
+        memory.copy_(matrices)
+        graph.replay()
+        return memory
 
     def _apply(self, matrices: Sequence[int], updates: Tensor, lr: float, update: int) -> None:
         """Decay this rank's pieces, and add their updates."""

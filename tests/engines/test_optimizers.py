@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
+from fake_graph import Counted
 from sagekernels.muon import orthogonalize
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import OptimizerConfig
@@ -142,6 +143,22 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch) -> None:
         Muon(pieces, OptimizerConfig(lr=1e-2), 0, None, 0.1).step([drawn(spec, 0).flatten() for spec in specs], 1e-2, 1)
         assert sum(batch[0] for batch in batches) == len(specs)
         assert sorted(batches) == sorted(expected) if expected else all(math.prod(batch) <= most for batch in batches)
+
+
+def test_muon_replays_what_orthogonalizes_a_shape(monkeypatch) -> None:
+    """A batch is recorded behind the first one of its shape, and replayed for all later ones, with the same bits."""
+    monkeypatch.setattr(muon, "MUON_ROUND", 3 * 48 * 32)
+    specs, ends = matrices(), []
+    for record in (None, Counted()):
+        pieces = [TensorPiece(spec, 0, 1, 0, spec.size, drawn(spec, -1).flatten()) for spec in specs]
+        optimizer = Muon(pieces, OptimizerConfig(lr=1e-2), 0, None, 0.1)
+        optimizer._record = record
+        for step in range(3):
+            optimizer.step([drawn(spec, step).flatten() for spec in specs], 1e-2, step + 1)
+        ends.append([piece.weight for piece in pieces])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+    assert record and record.recorded == len(optimizer._recordings) < len(optimizer._rounds)
+    assert record.replayed == 3 * len(optimizer._rounds) - record.recorded
 
 
 def with_experts(name: str, **keys: Any) -> RunConfig:
