@@ -55,7 +55,6 @@ ARITHMETIC = {
     "bf16": "linear.precision=bf16",
     "int8": "linear.precision=int8",
     "fp8": "linear.precision=fp8",
-    "tensorwise": "linear.recipe=tensorwise",
     "sdpa": "attention.backend=sdpa",
     "scores": "attention.backend=sage attention.recipe=scores",
     "noqk": "attention.qk_norm=none",

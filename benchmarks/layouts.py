@@ -15,7 +15,7 @@ docs/deepspeed.md): dp2-g16,dp2-z2-overlap,dp2-z2-owners,dp2-z3-sync. moments16 
 pp4-v2-moments16. With offload and alloffload FSDP2 keeps the optimizer's state, or everything, in the host's
 memory: dp2-offload,dp2-z3-alloffload.
 
-It also names its arithmetic, if that is not as configured: linear layers in `bf16`, `int8` or `fp8` (`tensorwise`),
+It also names its arithmetic, if that is not as configured: linear layers in `bf16`, `int8` or `fp8`,
 attention by `sdpa` or `scores`, and `noqk` for a model without QK-norm.
 
 Each layout is a real run of launch/train.py through the deepspeed launcher. Its steps have `--accumulation` micro-steps

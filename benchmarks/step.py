@@ -1,14 +1,14 @@
 """Time training steps of SageTrain's model beside the same model in plain PyTorch, in one process on one GPU.
 
-    python3 benchmarks/step.py --shape 1b --ours sdpa,scores,scores+fp8:tensorwise
-    python3 benchmarks/step.py --shape 8x4096 --ours sdpa,scores,scores+fp8:tensorwise,scores+fp8:rowwise
-    python3 benchmarks/step.py --seq-length 16384 --window 4096 --ours scores+int8:rowwise --peers bf16
+    python3 benchmarks/step.py --shape 1b --ours sdpa,scores,scores+fp8
+    python3 benchmarks/step.py --shape 8x4096 --ours sdpa,scores,scores+fp8,scores+int8
+    python3 benchmarks/step.py --seq-length 16384 --window 4096 --ours scores+int8 --peers bf16
     python3 benchmarks/step.py --seq-length 16384 --documents 700 --ours flash,sdpa,scores --peers ""
 
 A step is forward and backward of some micro-batches of random tokens, whole causal sequences, followed by AdamW
 (torch's fused one) with fp32 master weights for the bf16 parameters. Both sides do the same. A name of --ours is an
-attention backend or recipe. Linear layers are in 16 bits, or as given after the plus: linear.precision, recipe,
-keep_layers_below (fp8:rowwise:8000000). Behind another plus comes linear.head. Plain PyTorch is what a careful user
+attention backend or recipe. Linear layers are in 16 bits, or as given after the plus: linear.precision,
+keep_layers_below (fp8:8000000). Behind another plus comes linear.head. Plain PyTorch is what a careful user
 writes by hand: torch.compile over the whole model, FlashAttention-4 if it is installed (else SDPA, cuDNN first), and
 linear layers in bf16 or by torchao's convert_to_float8_training, without the output projection. With --documents,
 attention stays within documents whose lengths are drawn from a log-normal distribution (sigma 1) around that median;
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peer import Peer, convert
-from sagekernels.lowbit import HEADS, RECIPES
+from sagekernels.lowbit import HEADS, LOW_BIT
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.costs.accounting import flops_per_token
@@ -61,7 +61,7 @@ SHAPES = {
 VOCAB = 32000
 ATTENTION = {  # These are the names of --ours.
     **{name: AttentionConfig(backend=name) for name in ("sdpa", "flash", "sage", "reference")},
-    **{name: AttentionConfig(backend="sage", recipe=name) for name in ("fine", "paper", "scores", "gradients")},
+    **{name: AttentionConfig(backend="sage", recipe=name) for name in ("fine", "paper", "scores")},
 }
 PEERS = ("bf16", "tensorwise", "rowwise")
 CHECKED_STEPS = 8
@@ -95,7 +95,7 @@ class Case:
     peer_attention: str
 
     def build(self, name: str) -> Contender:
-        """Build `sagetrain scores+fp8:rowwise+fp8`, `plain` or `plain + torchao tensorwise`. Raises ImportError if a
+        """Build `sagetrain scores+fp8+fp8`, `plain` or `plain + torchao tensorwise`. Raises ImportError if a
         package is not installed."""
         side, _, what = name.partition(" ")
         return self._ours(what) if side == "sagetrain" else self._peer(what.removeprefix("+ torchao "))
@@ -104,9 +104,9 @@ class Case:
         name, *linear = what.split("+")
         asked = SIXTEEN_BITS
         if linear:
-            precision, recipe, *below = linear[0].split(":")
+            precision, *below = linear[0].split(":")
             head = linear[1] if linear[1:] else "bf16"
-            asked = LinearConfig(precision=precision, recipe=recipe, keep_layers_below=int(*below), head=head)
+            asked = LinearConfig(precision=precision, keep_layers_below=int(*below), head=head)
         model = self._transformer(ATTENTION[name], asked)
         model.keep_weights()
 
@@ -282,13 +282,12 @@ def ours(text: str) -> list[str]:
     for name in names:
         attention, plus, linear = name.partition("+")
         linear, in_8_bits, head = linear.partition("+")
-        precision, _, recipe = linear.partition(":")
-        recipe, colon, below = recipe.partition(":")
+        precision, colon, below = linear.partition(":")
         if attention not in ATTENTION:
             raise argparse.ArgumentTypeError(f"{name}: {attention!r} is no attention; there are {', '.join(ATTENTION)}")
-        if plus and ((precision, recipe) not in RECIPES or (colon and not below.isdecimal())):
-            ways = ", ".join(map(":".join, RECIPES))
-            raise argparse.ArgumentTypeError(f"{name}: behind the plus come linear layers, of {ways}, and :WEIGHTS, "
+        if plus and (precision not in LOW_BIT or (colon and not below.isdecimal())):
+            ways = " or ".join(LOW_BIT)
+            raise argparse.ArgumentTypeError(f"{name}: behind the plus come linear layers, in {ways}, and :WEIGHTS, "
                                              "below which a layer stays in 16 bits")  # fmt: skip
         if in_8_bits and head not in HEADS:
             raise argparse.ArgumentTypeError(f"{name}: the output projection is in {' or '.join(HEADS)}")

@@ -19,7 +19,7 @@ from rank_pictures import layout, pipeline, sequence, timeline, zero
 from svg import WIDTH, Picture
 
 from sagekernels.grouped import plan_rows_twin
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import LOW_BIT
 from sagetrain.checkpoint.manifest import KINDS, file_name
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.model.backends import Product, Sage
@@ -86,7 +86,7 @@ def _leaves(picture: Picture, y: float, names: tuple[str, ...]) -> None:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
-ATTENTION_RECIPES = ("scores", "fine", "gradients", "paper")
+ATTENTION_RECIPES = ("scores", "fine", "paper")
 GIVES = {
     "Q K^T": "the scores S", "P V": "the output O", "Q K^T again": "S, for P", "P^T dO": "dV", "dO V^T": "dP, for dS",
     "dS K": "dQ", "dS^T Q": "dK",
@@ -160,12 +160,12 @@ def attention() -> Picture:
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
-FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
 
 def linear() -> Picture:
-    """Draw the three products of a linear layer, and the 8-bit formats that each recipe multiplies."""
-    picture = Picture("The three products of a linear layer, and their 8-bit formats by each recipe")
+    """Draw the three products of a linear layer, and their 8-bit formats."""
+    picture = Picture("The three products of a linear layer, and their 8-bit formats")
     flows = (("forward", 46, "X", "X W^T", "Y"), ("backward", 106, "dY", "dY W", "dX"), ("", 150, "dY", "dY^T X", "dW"))
     for number, (name, y, into, product, out) in enumerate(flows, 1):
         picture.text(14, y - 12, name, 14, bold=True)
@@ -180,14 +180,12 @@ def linear() -> Picture:
     top, step = 226, 26
     for column, product in enumerate(("1", "2", "3")):
         picture.text(231 + 95 * column, top - 10, product, 13, anchor="middle", bold=True)
-    for row, ((precision, recipe), matmul) in enumerate(RECIPES.items()):
-        number, gradient = (FORMATS[str(kind).removeprefix("torch.")] for kind in (matmul.number, matmul.gradient))
-        wide = "16 × 16" if matmul.wide_weight_gradient else f"{gradient} × {number}"
+    for row, (precision, matmul) in enumerate(LOW_BIT.items()):
+        number, gradient = FORMATS[matmul.number], FORMATS[matmul.gradient]
         y = top + step * row
-        picture.text(14, y + 14, f"{precision} {recipe}", 11.5, mono=True)
-        for column, formats in enumerate((f"{number} × {number}", f"{gradient} × {number}", wide)):
-            kind = "box" if formats.startswith("16") else "a" if "int8" in formats else "d"
-            picture.box(186 + 95 * column, y, 91, 20, formats, kind, size=11.5)
+        picture.text(14, y + 14, precision, 11.5, mono=True)
+        for column, formats in enumerate((f"{number} × {number}", *2 * (f"{gradient} × {number}",))):
+            picture.box(186 + 95 * column, y, 91, 20, formats, "a" if precision == "int8" else "d", size=11.5)
     return picture
 
 

@@ -23,7 +23,6 @@ shape has a window or sinks, it gets them by these names."""
 # a third or more.
 LIMITS = {
     "fine": {"o": 0.016, "dq": 0.025, "dk": 0.025, "dv": 0.022, "dsinks": 0.05},
-    "gradients": {"o": 0.006, "dq": 0.025, "dk": 0.025, "dv": 0.022, "dsinks": 0.05},
     "scores": {"o": 0.016, "dq": 0.018, "dk": 0.018, "dv": 0.016, "dsinks": 0.05},
     "paper": {"o": 0.03, "dq": 0.07, "dk": 0.07, "dv": 0.06, "dsinks": 0.1},
 }

@@ -63,9 +63,9 @@ def sage_attention(
             keys.
         sinks: [H], one more score of each head, whose value is zero: attention may leave a part of its weight there.
             They get gradients. float32 or any 16 bits; they are not cast under autocast.
-        recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), "gradients" (as fine, Q K^T in
-            16 bits), or "scores" (Q K^T alone in INT8, the gradients' products in 16 bits); reference.py specifies
-            them. Default: default_recipe of the device, which is "scores" on an H100 or H200 and "fine" elsewhere.
+        recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), or "scores" (Q K^T alone
+            in INT8, the gradients' products in 16 bits); reference.py specifies them. Default: default_recipe of the
+            device, which is "scores" on an H100 or H200 and "fine" elsewhere.
         backend: a name in backends.NAMED. Default: the first of backends.BACKENDS that serves the GPU and takes the
             call: CUDA kernels where there are any for it, "triton" on every other GPU, and "twin", the specification
             in torch, elsewhere. By name, too, "triton" computes what a backend does not take. CUDA kernels are
@@ -85,7 +85,6 @@ def sage_attention(
     q, k, v = autocast(q, k, v)
     bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, window, recipe, backend)
     check_sinks(q, sinks)
-    smooth_q = smooth_q and RECIPES[recipe].int8_scores
     return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend, sinks))[0]
 
 
@@ -265,7 +264,6 @@ def _forward_fake(*arguments) -> Nine:
     q, smooth_q, has_sinks = call.q, call.smooth_q, call.sinks is not None
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = call.k.shape[1:3]
-    codes = torch.int8 if RECIPES[call.recipe].int8_scores else q.dtype
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -273,14 +271,12 @@ def _forward_fake(*arguments) -> Nine:
     return (
         empty(*q.shape, dtype=q.dtype),
         empty(batch, heads, n_q),
-        empty(batch, heads, n_q, head_dim, dtype=codes),
+        empty(batch, heads, n_q, head_dim, dtype=torch.int8),
         empty(batch, heads, n_q),
-        empty(batch, kv_heads, n_k, head_dim, dtype=codes),
+        empty(batch, kv_heads, n_k, head_dim, dtype=torch.int8),
         empty(batch, kv_heads, n_k),
         empty(batch, heads, tiles_of(n_q), head_dim) if smooth_q else empty(0),
-        empty(batch, kv_heads, 1, head_dim)
-        if call.smooth_k and (smooth_q or has_sinks or codes != torch.int8)
-        else empty(0),
+        empty(batch, kv_heads, 1, head_dim) if call.smooth_k and (smooth_q or has_sinks) else empty(0),
         empty(batch, heads, n_q) if has_sinks else empty(0),
     )
 

@@ -33,12 +33,12 @@ from .pieces import (
     scale_and_inverse,
     scores_of,
 )
-from .quantize import TILE, dequantize_triton, in_half_units, quantize_triton, tiles_of, transpose_codes
+from .quantize import TILE, dequantize_triton, in_half_units, tiles_of, transpose_codes
 
 
 @triton.jit
 def _queries_kernel(
-    DO, O, LSE, Q_SCALE, CODES_SCALE, LARGEST_V, SINK_SCORES, DELTA, BACK, QUERIES, DO8T, SHIFTED, DO16, SINK_TERMS,
+    DO, O, LSE, Q_SCALE, LARGEST_V, SINK_SCORES, DELTA, BACK, QUERIES, DO8T, SHIFTED, DO16, SINK_TERMS,
     scale, heads, group, tokens, padded, tiles, stride_b, stride_n, stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr, FOLD_Q: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
@@ -50,9 +50,7 @@ def _queries_kernel(
 
     step = s_Q scale log2(e) turns products into scores. With shift = lse - log s_dO (in log 2) and factor = s_Q / s_dO:
     P s_dO = exp2(S - shift), and dS s_Q = (P s_dO) (dP factor - share), share = delta factor. Where s_dO is 0 the whole
-    row of dO is 0, and so are both results. Without INT8_GRADIENTS shift is lse and share is delta. Q_SCALE is the
-    scale of the scores and CODES_SCALE the scale of the codes that dK takes. The two differ only where scores are in 16
-    bits.
+    row of dO is 0, and so are both results. Without INT8_GRADIENTS shift is lse and share is delta.
 
     HALF_SUMS: dO and V are multiplied by powers of two, which multiplies dP and delta too. factor divides by the powers
     again. The kernel of dQ divides by the power in BACK at its end.
@@ -92,7 +90,7 @@ def _queries_kernel(
         do_scale = largest / 127.0
         factor = tl.where(do_scale == 0.0, 0.0, 1.0 / do_scale)
         if FOLD_Q:
-            factor *= load_vector(CODES_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+            factor *= load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
         shift -= tl.log2(do_scale)
         share *= factor
         if HALF_SUMS:
@@ -254,14 +252,8 @@ def triton_backward(call: BackwardCall) -> Gradients:
     half = rules.int8_gradients and half_sums(do.device)
     with on_device_of(do):
         do8t = shifted = do16 = back = v_largest = q8t = k8t = q16 = k16 = None
-        k_scale, codes_scale = saved.k.scale, saved.q.scale
         if rules.int8_gradients:
-            if rules.int8_scores:
-                q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
-            else:  # The gradients' products read these codes; S reads the 16 bits.
-                how = {"per_tile": rules.per_tile, "rows": False, "columns": True}
-                (_, codes_scale), q8t = quantize_triton(saved.q.codes.transpose(1, 2), **how)
-                (_, k_scale), k8t = quantize_triton(saved.k.codes.transpose(1, 2), mean=saved.k_mean, **how)
+            q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
             do8t = torch.empty_like(q8t)
             if not rules.per_tile:
                 shifted = torch.empty((batch, heads, tiles_of(n_q), head_dim), dtype=torch.float32, device=do.device)
@@ -274,7 +266,7 @@ def triton_backward(call: BackwardCall) -> Gradients:
             do16 = torch.empty((batch, heads, n_q, head_dim), dtype=torch.float16, device=do.device)
             back = torch.empty_like(delta)
         _queries_kernel[(tiles_of(n_q) * batch * heads,)](
-            do, call.o, saved.lse, saved.q.scale, codes_scale, v_largest, saved.sink_scores,
+            do, call.o, saved.lse, saved.q.scale, v_largest, saved.sink_scores,
             delta, back, queries, do8t, shifted, do16, call.sink_terms,
             scale, heads, group, n_q, tiles_of(n_q) * TILE, tiles_of(n_q), *do.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, PER_TILE=rules.per_tile, FOLD_Q=not smooth_q,
@@ -290,7 +282,7 @@ def triton_backward(call: BackwardCall) -> Gradients:
         dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=do.device) for _ in range(2))
         strides = (*k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
 
-        tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q, wide=not rules.int8_scores)
+        tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_k, tiles.block_n)
         dkdv_kernel[(blocks * batch * kv_heads,)](
             saved.q.codes, q8t, q16, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shifted,
@@ -301,10 +293,10 @@ def triton_backward(call: BackwardCall) -> Gradients:
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
-        tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q, wide=not rules.int8_scores)
+        tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
-            *saved.q, saved.q_mean, saved.k.codes, k8t, k16, k_scale, k, k_mean, v, do, saved.lse, delta,
+            *saved.q, saved.q_mean, saved.k.codes, k8t, k16, saved.k.scale, k, k_mean, v, do, saved.lse, delta,
             back, v_largest, starts, ends, call.sink_terms, dq,
             scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .quantize import Codes
 
-RecipeName = Literal["paper", "fine", "gradients", "scores"]
+RecipeName = Literal["paper", "fine", "scores"]
 """A key of RECIPES."""
 BackendName = Literal["twin", "triton", "mma", "hopper"]
 """A key of backends.NAMED."""
@@ -25,10 +25,6 @@ class Recipe(NamedTuple):
     backward P and dS (A, Algorithms 1 and 2). Otherwise there is one scale per token for Q, K and dO, one per key and
     query tile (a column of the tile) for backward P and for the dS of dK, and one per query and key tile (a row of the
     tile) for the dS of dQ."""
-    int8_scores: bool
-    """Whether Q K^T is in INT8, forward and backward. Otherwise it is in the 16 bits of Q and K, which are kept instead
-    of their codes. The backward then rounds them for the products that take codes, and smooth_q, which serves the
-    scores, is not read."""
     int8_pv: bool
     """Whether the forward P V is in INT8 (P per row and key tile, V per key tile). Otherwise it is in the 16 bits of V.
     O is then P V of the unquantized P, so that delta = rowsum(dO o O) is consistent with the P and dP of the
@@ -44,24 +40,21 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "paper": Recipe(per_tile=True, int8_scores=True, int8_pv=True, int8_gradients=True),
-    "fine": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=True),
-    "gradients": Recipe(per_tile=False, int8_scores=False, int8_pv=False, int8_gradients=True),
-    "scores": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=False),
+    "paper": Recipe(per_tile=True, int8_pv=True, int8_gradients=True),
+    "fine": Recipe(per_tile=False, int8_pv=False, int8_gradients=True),
+    "scores": Recipe(per_tile=False, int8_pv=False, int8_gradients=False),
 }
 
 
 class Saved(NamedTuple):
     """The tensors that the forward keeps for the backward, beside v and o themselves. lse and o know of the sinks, if
-    there are any. Without `int8_scores` the codes of q and k are q and k themselves, in their dtype and not smoothed,
-    and the scales are 1."""
+    there are any."""
 
     lse: Tensor  # The natural logarithm of the softmax denominator, float32 [B, H, N_q].
     q: Codes  # INT8 [B, H, N_q, D] with float32 [B, H, N_q].
     k: Codes  # INT8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed.
     q_mean: Tensor | None  # The value is float32 [B, H, tiles, D], when Q is smoothed.
-    # The value is float32 [B, H_kv, 1, D], when K is smoothed, and Q too, or the scores are not INT8, or there are
-    # sinks.
+    # The value is float32 [B, H_kv, 1, D], when K is smoothed, and Q too or there are sinks.
     k_mean: Tensor | None
     # The score of the sink beside those of each query, in the unit of lse, float32 [B, H, N_q], if there are sinks.
     sink_scores: Tensor | None = None
@@ -178,12 +171,11 @@ class Backend(NamedTuple):
 
 
 def scores_by_token(call: Call | BackwardCall) -> bool:
-    """Return whether a call has INT8 scores with one scale per token, Q as it is, and 16-bit inputs of fewer than 2^31
+    """Return whether a call has one scale per token, Q as it is, and 16-bit inputs of fewer than 2^31
     elements, and queries and keys that are the same tokens where there are bounds. The CUDA kernels take these."""
     rules, queries, v = RECIPES[call.recipe], call.queries, call.v
     return (
-        rules.int8_scores
-        and not rules.per_tile
+        not rules.per_tile
         and not rules.int8_pv
         and not call.smooth_q
         and queries.dtype == v.dtype

@@ -1,5 +1,5 @@
-"""Round matrices to 8 bits for matmuls, FP8 (e4m3, e5m2) and INT8, with scales: the torch twins, then the Triton
-kernels.
+"""Round matrices to 8 bits for matmuls, FP8 (e4m3) and INT8, with a scale for each row: the torch twins, then the
+Triton kernels.
 
 A product sums along the rows of both its operands. A matrix that two products read along different dims is therefore
 needed twice: as it lies in memory and transposed, each with its own scales. `quantize_both` makes both from one matrix.
@@ -20,8 +20,8 @@ from .launch import ceil_div, on_device_of
 from .operators import operator
 from .pieces import INTERPRETED, MAGIC
 
-E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-NAMES = {E4M3: "e4m3", E5M2: "e5m2", INT8: "int8"}
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+NAMES = {E4M3: "e4m3", INT8: "int8"}
 NUMBERS = tuple(NAMES)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,8 +33,8 @@ _LARGEST_EXPONENT = tl.constexpr(253)
 
 
 class Rounded(NamedTuple):
-    """A matrix in 8 bits: codes times scale. codes: [rows, columns], contiguous. scale: fp32 [rows, 1] or [1, 1]; it is
-    NaN where a scaled value was not finite."""
+    """A matrix in 8 bits: codes times scale. codes: [rows, columns], contiguous. scale: fp32 [rows, 1]; it is NaN where
+    a scaled value was not finite."""
 
     codes: Tensor
     scale: Tensor
@@ -48,29 +48,28 @@ def largest_twin(x: Tensor) -> Tensor:
     return torch.cat((magnitude.amax(1), magnitude.amax(0))).float().view(torch.int32)
 
 
-def quantize(x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None) -> Rounded:
-    """Round x [rows, columns] to codes of a number format, so that the largest magnitude of x, or of each row, comes
-    near the largest of the format.
+def quantize(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> Rounded:
+    """Round x [rows, columns] to codes of a number format, so that the largest magnitude of each row comes near the
+    largest of the format.
 
     Args:
         largest: fp32 [rows, 1], the largest magnitudes of the rows, if they are known.
 
     FP8's scales are powers of two, the largest that keep the codes in range. Nothing is added to a magnitude before the
     division: zeros stay zeros, and a largest magnitude of 1e-33 still uses all of the format. A value that is not
-    finite makes everything that shares its scale NaN.
+    finite makes its whole row NaN.
     """
     if largest is None:
-        magnitude = x.abs()
-        largest = (magnitude.amax(-1, keepdim=True) if per_row else magnitude.amax().reshape(1, 1)).float()
+        largest = x.abs().amax(-1, keepdim=True).float()
     if number == INT8:
         scale = (torch.full_like(largest, 127.0) / largest).clamp(max=2.0**126)  # `127.0 / largest` would round twice
         inverse = scale.reciprocal()
     else:
-        # Both formats end at 1.75 times a power of two, 2^8 and 2^15. The exponent of the scale is that power's
-        # exponent minus the exponent of `largest`, which counts one more if the mantissa is above 1.75. The arithmetic
-        # is in integers, because GPUs round divisions in different ways.
+        # The format ends at 1.75 * 2^8. The exponent of the scale is 8 minus the exponent of `largest`, which counts
+        # one more if the mantissa is above 1.75. The arithmetic is in integers, because GPUs round divisions in
+        # different ways.
         above = (largest.view(torch.int32) + 0x1FFFFF) >> 23
-        exponent = ((262 if number == E4M3 else 269) - above).clamp(max=_LARGEST_EXPONENT.value)
+        exponent = (262 - above).clamp(max=_LARGEST_EXPONENT.value)
         scale, inverse = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
     broken = ~largest.isfinite()
     codes = x.float() * scale.masked_fill(broken, torch.nan)
@@ -78,23 +77,20 @@ def quantize(x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | No
     return Rounded(codes.to(number).contiguous(), inverse.masked_fill(broken, torch.nan))
 
 
-def quantize_both_twin(
-    x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None
-) -> tuple[Rounded, Rounded]:
+def quantize_both_twin(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> tuple[Rounded, Rounded]:
     """Round x [rows, columns] as it lies, and transposed: [columns, rows and zeros up to a multiple of 16]."""
     turned = F.pad(x, (0, 0, 0, -len(x) % MULTIPLE)).t()
     if largest is None:
-        return quantize(x, number, per_row), quantize(turned, number, per_row)
+        return quantize(x, number), quantize(turned, number)
     of_rows, of_columns = largest.view(torch.float32)[:, None].split(x.shape)
-    return quantize(x, number, per_row, of_rows), quantize(turned, number, per_row, of_columns)
+    return quantize(x, number, of_rows), quantize(turned, number, of_columns)
 
 
 # These are the rows and columns of a program. The first pass takes LARGEST_STEPS such pieces, one below the other, and
 # then leaves two atomic maxima a row or column. Lines of at least 128 bytes are read and written whole, in both
 # directions.
 LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_STAGES, LARGEST_WARPS = 16, 512, 16, 3, 4
-# A scale for all keeps the tile that its codes were found right with on a GPU.
-ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = {True: 64, False: 128}, 128, {True: 4, False: 8}
+ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 64, 128, 4
 
 # A product and an addition must not become one instruction, which would round INT8's codes once. Torch rounds the
 # product and then the code.
@@ -129,8 +125,7 @@ def widened(bits, NARROW: tl.constexpr):
 @triton.jit
 def _largest_kernel(
     X, LARGEST, rows, columns, stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PER_ROW: tl.constexpr,
-    NARROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Write the bits of the largest magnitudes into arrays that hold zeros. A maximum is the same in any order.
 
@@ -146,22 +141,16 @@ def _largest_kernel(
         x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
         bits = magnitudes(x, NARROW)
         of_columns = tl.maximum(of_columns, bits)
-        if PER_ROW:
-            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
+        tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
     largest = widened(tl.max(of_columns, 0), NARROW)
-    if PER_ROW:
-        tl.atomic_max(LARGEST + rows + column, largest, mask=column < columns, sem="relaxed")
-    else:
-        largest = tl.max(largest, 0)
-        tl.atomic_max(LARGEST, largest, sem="relaxed")
-        tl.atomic_max(LARGEST + rows, largest, sem="relaxed")
+    tl.atomic_max(LARGEST + rows + column, largest, mask=column < columns, sem="relaxed")
 
 
 @triton.jit
-def _exponent_of(largest, NUMBER: tl.constexpr):
+def _exponent_of(largest):
     """Return the exponent of FP8's factor, from the bits of a largest magnitude."""
     above = (largest + 0x1FFFFF) >> 23
-    return tl.minimum((262 if NUMBER == "e4m3" else 269) - above, _LARGEST_EXPONENT)
+    return tl.minimum(262 - above, _LARGEST_EXPONENT)
 
 
 @triton.jit
@@ -171,7 +160,7 @@ def factor_of(largest, NUMBER: tl.constexpr):
         magnitude = largest.to(tl.float32, bitcast=True)
         factor = tl.minimum(tl.div_rn(tl.zeros_like(magnitude) + 127.0, magnitude), 2.0**126)
     else:
-        factor = (_exponent_of(largest, NUMBER) << 23).to(tl.float32, bitcast=True)
+        factor = (_exponent_of(largest) << 23).to(tl.float32, bitcast=True)
     return tl.where(largest < 0x7F800000, factor, float("nan"))
 
 
@@ -181,7 +170,7 @@ def scale_of(largest, NUMBER: tl.constexpr):
     if NUMBER == "int8":
         factor = factor_of(largest, NUMBER)
         return tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
-    scale = ((254 - _exponent_of(largest, NUMBER)) << 23).to(tl.float32, bitcast=True)
+    scale = ((254 - _exponent_of(largest)) << 23).to(tl.float32, bitcast=True)
     return tl.where(largest < 0x7F800000, scale, float("nan"))
 
 
@@ -192,25 +181,22 @@ def codes_of(x, NUMBER: tl.constexpr):
     if NUMBER == "int8":
         return (x + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
     elif INTERPRETED:  # The interpreter's own conversion does not round ties to even.
-        return _fp8_bits(x, 3 if NUMBER == "e4m3" else 2, 7 if NUMBER == "e4m3" else 15)
-    elif NUMBER == "e4m3":
-        return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        return _fp8_bits(x)
     else:
-        return x.to(tl.float8e5).to(tl.int8, bitcast=True)
+        return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
 
 
 @triton.jit
-def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Compute the bits of codes_of by integer arithmetic."""
+def _fp8_bits(x):
+    """Compute the bits of codes_of by integer arithmetic: 3 bits of mantissa, a bias of 7."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    odd = (magnitude >> DROPPED) & 1
-    normal = ((magnitude + (1 << (DROPPED - 1)) - 1 + odd) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    odd = (magnitude >> 20) & 1
+    normal = ((magnitude + (1 << 19) - 1 + odd) >> 20) - (120 << 3)
     # The unit is the smallest subnormal number.
-    units = magnitude.to(tl.float32, bitcast=True) * 2.0 ** (BIAS - 1 + MANTISSA)
+    units = magnitude.to(tl.float32, bitcast=True) * 2.0**9
     subnormal = (tl.minimum(units, 8.0) + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
+    code = tl.where(magnitude < (121 << 23), subnormal, normal)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.int8)
 
@@ -225,19 +211,15 @@ def rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def store_rows(
     x, row, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns,
-    PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
+    PART: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Round a part of a tile, float32, along rows and write it. Return the part rounded along columns, as its byte of a
     word."""
-    if PER_ROW:
-        largest = tl.load(LARGEST + row, mask=row < rows, other=0)
-        codes = codes_of(x * factor_of(largest, NUMBER)[:, None], NUMBER)
-        turned = codes_of(x * turned_factor[None, :], NUMBER)
-        if right == 0:  # INT8's divisions are a third of the instructions where every program makes them.
-            tl.store(SCALE + row, scale_of(largest, NUMBER), mask=row < rows)
-    else:
-        codes = codes_of(x * factor_of(tl.load(LARGEST), NUMBER), NUMBER)
-        turned = codes_of(x * turned_factor, NUMBER)
+    largest = tl.load(LARGEST + row, mask=row < rows, other=0)
+    codes = codes_of(x * factor_of(largest, NUMBER)[:, None], NUMBER)
+    turned = codes_of(x * turned_factor[None, :], NUMBER)
+    if right == 0:  # INT8's divisions are a third of the instructions where every program makes them.
+        tl.store(SCALE + row, scale_of(largest, NUMBER), mask=row < rows)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(CODES + row.to(tl.int64)[:, None] * columns + column[None, :], codes, mask=inside)
     return (turned.to(tl.int32) & 0xFF) << (8 * PART)
@@ -248,7 +230,7 @@ def store_rows(
 @triton.jit(do_not_specialize=["across"])
 def _round_both_kernel(
     X, LARGEST, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Round one tile per program. The tile is read once, and written along rows and along columns, there in words of
     four codes."""
@@ -262,76 +244,59 @@ def _round_both_kernel(
     x1 = _load_tile(X, row1, column, rows, columns, stride)
     x2 = _load_tile(X, row2, column, rows, columns, stride)
     x3 = _load_tile(X, row3, column, rows, columns, stride)
-    if PER_ROW:
-        within = column < columns
-        largest = tl.load(LARGEST + rows + column, mask=within, other=0)
-        turned_factor = factor_of(largest, NUMBER)
-        if down == 0:
-            tl.store(TURNED_SCALE + column, scale_of(largest, NUMBER), mask=within)
-    else:
-        # The same number is read a second time. Codes that are used both ways crash ptxas 12.8 (and became zeros as
-        # bytes).
-        largest = tl.load(LARGEST + rows)
-        turned_factor = factor_of(largest, NUMBER)
-        tl.store(SCALE, scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
-        tl.store(TURNED_SCALE, scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
-    words = store_rows(x0, row0, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER)
-    words |= store_rows(
-        x1, row1, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER
-    )
-    words |= store_rows(
-        x2, row2, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 2, PER_ROW, NUMBER
-    )
-    words |= store_rows(
-        x3, row3, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 3, PER_ROW, NUMBER
-    )
+    within = column < columns
+    largest = tl.load(LARGEST + rows + column, mask=within, other=0)
+    factor = factor_of(largest, NUMBER)
+    if down == 0:
+        tl.store(TURNED_SCALE + column, scale_of(largest, NUMBER), mask=within)
+    words = store_rows(x0, row0, column, right, factor, LARGEST, CODES, SCALE, rows, columns, 0, NUMBER)
+    words |= store_rows(x1, row1, column, right, factor, LARGEST, CODES, SCALE, rows, columns, 1, NUMBER)
+    words |= store_rows(x2, row2, column, right, factor, LARGEST, CODES, SCALE, rows, columns, 2, NUMBER)
+    words |= store_rows(x3, row3, column, right, factor, LARGEST, CODES, SCALE, rows, columns, 3, NUMBER)
     word, many = down * (ROWS // 4) + tl.arange(0, ROWS // 4), padded // 4
     inside = (column < columns)[:, None] & (word < many)[None, :]
     tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
-def largest_triton(x: Tensor, per_row: bool) -> Tensor:
-    """Compute largest_twin on a GPU. Without per_row only the first number of the rows and of the columns is set, to
-    the largest magnitude of x."""
+def largest_triton(x: Tensor) -> Tensor:
+    """Compute largest_twin on a GPU."""
     rows, columns = x.shape
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
     across, down = ceil_div(columns, LARGEST_COLUMNS), ceil_div(rows, LARGEST_ROWS * LARGEST_STEPS)
     with on_device_of(x):
         _largest_kernel[(across * down,)](
             x, largest, rows, columns, x.stride(0), across,
-            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, STAGES=LARGEST_STAGES, PER_ROW=per_row,
+            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, STAGES=LARGEST_STAGES,
             NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
         )  # fmt: skip
     return largest
 
 
-def quantize_both_triton(
-    x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None
-) -> tuple[Rounded, Rounded]:
+def quantize_both_triton(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> tuple[Rounded, Rounded]:
     """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
     arbitrary."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number, per_row)
-    largest = largest_triton(x, per_row) if largest is None else largest
+    (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number)
+    largest = largest_triton(x) if largest is None else largest
     padded = turned.shape[1]
     with on_device_of(x):
-        across, down = ceil_div(columns, ROUND_COLUMNS), ceil_div(padded, ROUND_ROWS[per_row])
+        across, down = ceil_div(columns, ROUND_COLUMNS), ceil_div(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
             x, largest, codes, scale, turned, turned_scale,
             rows, columns, padded, x.stride(0), across,
-            ROWS=ROUND_ROWS[per_row], COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number],
-            num_warps=ROUND_WARPS[per_row], enable_fp_fusion=FUSION,
+            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, NUMBER=NAMES[number],
+            num_warps=ROUND_WARPS, enable_fp_fusion=FUSION,
         )  # fmt: skip
     return Rounded(codes, scale), Rounded(turned, turned_scale)
 
 
-def _empty(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+def _empty(x: Tensor, number: torch.dtype) -> tuple[Rounded, Rounded]:
     rows, columns = x.shape
     return tuple(
         Rounded(
             torch.empty(shape, dtype=number, device=x.device),
-            torch.empty(shape[0] if per_row else 1, 1, dtype=torch.float32, device=x.device),
+            torch.empty(shape[0], 1, dtype=torch.float32, device=x.device),
         )
         for shape in ((rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE))
     )
@@ -340,46 +305,43 @@ def _empty(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Roun
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _quantize_both(x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None) -> Four:
-    rounded, turned = (quantize_both_triton if x.is_cuda else quantize_both_twin)(x, number, per_row, largest)
+def _quantize_both(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> Four:
+    rounded, turned = (quantize_both_triton if x.is_cuda else quantize_both_twin)(x, number, largest)
     return *rounded, *turned
 
 
-def _quantize_both_fake(x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None) -> Four:
-    rounded, turned = _empty(x, number, per_row)
+def _quantize_both_fake(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> Four:
+    rounded, turned = _empty(x, number)
     return *rounded, *turned
 
 
 QUANTIZE_BOTH = operator(_quantize_both, _quantize_both_fake)
 
 
-def quantize_both(
-    x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None
-) -> tuple[Rounded, Rounded]:
+def quantize_both(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> tuple[Rounded, Rounded]:
     """Round a matrix to 8 bits, as it lies and transposed, by one operator that torch.compile takes as one node.
 
     Args:
         x: [rows, columns], bf16, fp16 or fp32, any strides. No gradient goes through.
-        number: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
-        per_row: use a scale for each row of both results, that is for each row of x and of x^T. False: one for all.
-        largest: what largest_twin returns for x, if whoever made x has left it; only with per_row. x is then read once.
+        number: torch.float8_e4m3fn or torch.int8.
+        largest: what largest_twin returns for x, if whoever made x has left it. x is then read once.
 
     Returns:
-        Codes [rows, columns] with scales [rows or 1, 1], and codes [columns, rows and zeros up to a multiple of 16]
-        with scales [columns or 1, 1].
+        Codes [rows, columns] with scales [rows, 1], and codes [columns, rows and zeros up to a multiple of 16] with
+        scales [columns, 1].
 
     Raises:
         TypeError: x has another dtype, or the number format is none of these.
-        ValueError: x is no matrix, or there are largest magnitudes of other rows and columns, or without per_row.
+        ValueError: x is no matrix, or there are largest magnitudes of other rows and columns.
     """
     if x.dtype not in DTYPES or number not in NUMBERS:
-        raise TypeError(f"quantize_both takes bf16, fp16 or fp32 to e4m3, e5m2 or int8, got {x.dtype} to {number}")
+        raise TypeError(f"quantize_both takes bf16, fp16 or fp32 to e4m3 or int8, got {x.dtype} to {number}")
     if x.dim() != 2:
         raise ValueError(f"quantize_both takes a matrix, got shape {tuple(x.shape)}")
-    if largest is not None and (not per_row or largest.shape != (sum(x.shape),)):
+    if largest is not None and largest.shape != (sum(x.shape),):
         raise ValueError(
-            f"quantize_both takes largest magnitudes of {sum(x.shape)} rows and columns, with per_row, got shape "
-            f"{tuple(largest.shape)} and per_row {per_row}"
+            f"quantize_both takes largest magnitudes of {sum(x.shape)} rows and columns, got shape "
+            f"{tuple(largest.shape)}"
         )
-    codes, scale, turned, turned_scale = QUANTIZE_BOTH(x, number, per_row, largest)
+    codes, scale, turned, turned_scale = QUANTIZE_BOTH(x, number, largest)
     return Rounded(codes, scale), Rounded(turned, turned_scale)

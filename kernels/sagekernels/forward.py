@@ -22,7 +22,7 @@ from .pieces import (
     power_of_two,
     scores_of,
 )
-from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_mean, unrounded
+from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_mean
 from .sinks import sink_scores
 
 
@@ -232,11 +232,8 @@ def triton_forward(call: Call) -> tuple[Tensor, Saved]:
     with on_device_of(q):
         k_mean = token_mean(k) if call.smooth_k else None
         q_mean = tile_means(q) if smooth_q else None
-        if rules.int8_scores:
-            q_codes, _ = quantize_triton(q, mean=q_mean, per_tile=rules.per_tile)
-            k_codes, _ = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
-        else:
-            q_codes, k_codes = unrounded(q), unrounded(k)
+        q_codes, _ = quantize_triton(q, mean=q_mean, per_tile=rules.per_tile)
+        k_codes, _ = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
         v_codes, v8t = quantize_triton(v, per_tile=True, rows=False, columns=True) if rules.int8_pv else (None, None)
         bias_mean = k_mean
         if smooth_q and k_mean is None:
@@ -260,5 +257,4 @@ def triton_forward(call: Call) -> tuple[Tensor, Saved]:
             HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    keeps_mean = smooth_q or not rules.int8_scores or own is not None
-    return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if keeps_mean else None, own)
+    return o, Saved(lse, q_codes, k_codes, q_mean, None if own is None and not smooth_q else k_mean, own)

@@ -60,7 +60,7 @@ def row_casts_twin(
     """Round each row to codes [R, K] with scales [R, 1]. gathers: x has tokens, else rows. largest: what
     grouped_largest_twin returns for x, if it is known."""
     of_rows = None if largest is None else largest[: len(x), None].view(torch.float32)
-    return quantize(gather_twin(x, choice, top) if gathers else x, number, True, of_rows)
+    return quantize(gather_twin(x, choice, top) if gathers else x, number, of_rows)
 
 
 def turned_casts_twin(
@@ -75,7 +75,7 @@ def turned_casts_twin(
     begin = 0
     for expert, (end, tile) in enumerate(zip(ends.tolist(), first.tolist(), strict=False)):
         of = None if known is None else known[expert]
-        codes, of_columns = quantize(F.pad(x[begin:end], (0, 0, 0, int(begin == end))).t(), number, True, of)
+        codes, of_columns = quantize(F.pad(x[begin:end], (0, 0, 0, int(begin == end))).t(), number, of)
         turned[:, TILE * tile : TILE * tile + end - begin] = codes[:, : end - begin]
         scale[expert] = of_columns[:, 0]
         begin = end
@@ -86,9 +86,9 @@ def weight_casts_twin(weight: Tensor, number: torch.dtype) -> Four:
     """Round weights [E, N, K] as they lie, to codes [E, N, K] with scales [E, N], and transposed, to codes [E, K, N and
     zeros up to a multiple of 16] with scales [E, K]."""
     experts, outputs, inputs = weight.shape
-    codes, scale = quantize(weight.reshape(-1, inputs), number, True)
+    codes, scale = quantize(weight.reshape(-1, inputs), number)
     turned = F.pad(weight, (0, 0, 0, -outputs % MULTIPLE)).mT
-    turned_codes, turned_scale = quantize(turned.reshape(experts * inputs, -1), number, True)
+    turned_codes, turned_scale = quantize(turned.reshape(experts * inputs, -1), number)
     return (
         codes.view(weight.shape),
         scale.view(experts, outputs),
@@ -177,10 +177,10 @@ def _grouped_round_kernel(
         if down == 0:
             begins = start == 0 if APART else tile == tl.load(FIRST + expert)
             tl.store(TURNED_SCALE + of_column, scale_of(largest, NUMBER), mask=within & begins)
-        words = store_rows(x0, row0, column, right, factor, LARGEST, CODES, SCALE, end, columns, 0, True, NUMBER)
-        words |= store_rows(x1, row1, column, right, factor, LARGEST, CODES, SCALE, end, columns, 1, True, NUMBER)
-        words |= store_rows(x2, row2, column, right, factor, LARGEST, CODES, SCALE, end, columns, 2, True, NUMBER)
-        words |= store_rows(x3, row3, column, right, factor, LARGEST, CODES, SCALE, end, columns, 3, True, NUMBER)
+        words = store_rows(x0, row0, column, right, factor, LARGEST, CODES, SCALE, end, columns, 0, NUMBER)
+        words |= store_rows(x1, row1, column, right, factor, LARGEST, CODES, SCALE, end, columns, 1, NUMBER)
+        words |= store_rows(x2, row2, column, right, factor, LARGEST, CODES, SCALE, end, columns, 2, NUMBER)
+        words |= store_rows(x3, row3, column, right, factor, LARGEST, CODES, SCALE, end, columns, 3, NUMBER)
         word = (start + down * ROWS) // 4 + tl.arange(0, ROWS // 4)
         inside = within[:, None] & (word < many)[None, :]
         tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
@@ -252,11 +252,11 @@ def _round_both(
                 num_warps=LARGEST_WARPS,
             )  # fmt: skip
         across = ceil_div(columns, ROUND_COLUMNS)
-        _grouped_round_kernel[(tiles * (TILE // ROUND_ROWS[True]) * across,)](
+        _grouped_round_kernel[(tiles * (TILE // ROUND_ROWS) * across,)](
             x, choice, table, first, largest, codes, scale, turned, turned_scale,
             rows, columns, turned.shape[-1], x.stride(0), outputs, across, **how,
-            ROWS=ROUND_ROWS[True], COLUMNS=ROUND_COLUMNS, NUMBER=NAMES[number],
-            num_warps=ROUND_WARPS[True], enable_fp_fusion=FUSION,
+            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, NUMBER=NAMES[number],
+            num_warps=ROUND_WARPS, enable_fp_fusion=FUSION,
         )  # fmt: skip
     return codes, scale, turned, turned_scale
 

@@ -1,7 +1,7 @@
 """The linear layers of a mixture of experts: each row times the weight of its expert, and both gradients.
 
 A GroupedMatmul decides about rounding, as Matmul does for dense layers (matmul.py). The one in this file multiplies in
-the dtype of its operands, GroupedLowBit in 8 bits by the recipe of LowBit (lowbit.py): a scale for each row, and for
+the dtype of its operands, GroupedLowBit in 8 bits as LowBit does (lowbit.py): a scale for each row, and for
 the gradient of a weight one for each column and expert.
 
 A whole mixture of SwiGLU experts is
@@ -95,11 +95,9 @@ class GroupedLowBit(GroupedMatmul):
 
     Args:
         number: the format of x, of weights and of gradients: torch.int8 or torch.float8_e4m3fn.
-        wide_weight_gradient: compute the gradient of the weights from dY and x in 16 bits (the dtype of x).
     """
 
     number: torch.dtype = INT8
-    wide_weight_gradient: bool = False
 
     def keep(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Return codes and scales of the weight, first as the output reads them, then transposed for the gradient of
@@ -113,7 +111,7 @@ class GroupedLowBit(GroupedMatmul):
             raise ValueError(
                 f"grouped_matmul in 8 bits takes sizes that are multiples of {MULTIPLE}, got {inputs} to {outputs}"
             )
-        most = max(outputs, inputs, 0 if self.wide_weight_gradient else len(rows.slot))
+        most = max(outputs, inputs, len(rows.slot))
         if self.number == INT8 and most > PIECE:
             raise ValueError(
                 f"grouped_matmul in INT8 sums at most {PIECE:,} products, got {inputs} to {outputs} features and "
@@ -123,14 +121,12 @@ class GroupedLowBit(GroupedMatmul):
     @property
     def measured(self) -> bool:
         """Whether `read` and `prepare` are spared work by the largest magnitudes of what they are given."""
-        return not self.wide_weight_gradient
+        return True
 
     def read(
         self, x: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return codes and scales of the rows, and those of the rows transposed or x itself."""
-        if self.wide_weight_gradient:
-            return self.operand(x, rows, gathers), (x,)
+        """Return codes and scales of the rows, and those of the rows transposed."""
         codes = grouped_casts(x, rows, self.number, gathers, largest)
         return codes[:2], codes[2:]
 
@@ -144,9 +140,7 @@ class GroupedLowBit(GroupedMatmul):
         return GROUPED_CODES_PRODUCT(*operand, *codes, rows.ends, rows.tiles, weight.dtype)
 
     def prepare(self, grad: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None) -> Sequence[Tensor]:
-        """Return codes and scales of dY, followed by those of dY transposed or by its rows."""
-        if self.wide_weight_gradient:
-            return *row_casts(grad, rows, self.number, gathers), _rows_of(grad, rows, gathers)
+        """Return codes and scales of dY, followed by those of dY transposed."""
         return grouped_casts(grad, rows, self.number, gathers, largest)
 
     def input_gradient(self, prepared: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
@@ -158,19 +152,11 @@ class GroupedLowBit(GroupedMatmul):
         self, prepared: Sequence[Tensor], saved: Sequence[Tensor], rows: Rows, gathers: bool, dtype: torch.dtype
     ) -> Tensor:
         """Return the gradient of the weight, [E, N, K]."""
-        if self.wide_weight_gradient:
-            return super().weight_gradient(prepared, saved, rows, gathers, dtype)
         return GROUPED_CODES_WEIGHT_PRODUCT(*prepared[2:], *saved, rows.first, dtype)
 
 
-GROUPED_RECIPES = {
-    ("fp8", "rowwise"): GroupedLowBit(E4M3),
-    ("fp8", "rowwise_bf16_wgrad"): GroupedLowBit(E4M3, wide_weight_gradient=True),
-    ("int8", "rowwise"): GroupedLowBit(INT8),
-    ("int8", "rowwise_bf16_wgrad"): GroupedLowBit(INT8, wide_weight_gradient=True),
-}
-"""The recipes of experts, keyed by precision and recipe as RECIPES (lowbit.py). One scale for a whole operand is not
-among them."""
+GROUPED_LOW_BIT = {"fp8": GroupedLowBit(E4M3), "int8": GroupedLowBit(INT8)}
+"""The products of experts, by precision as LOW_BIT (lowbit.py)."""
 
 
 def grouped_matmul(
@@ -191,7 +177,7 @@ def grouped_matmul(
         weight: [E, N, K], or the same memory as a matrix [E N, K]. The gradient has its shape. The tensor itself is
             kept for the backward pass, and no view of it.
         rows: of plan_rows.
-        matmul: how to multiply (default: in the dtype of x). GROUPED_RECIPES has those in 8 bits.
+        matmul: how to multiply (default: in the dtype of x). GROUPED_LOW_BIT has those in 8 bits.
         kept: the tensors that matmul.keep([E, N, K]) returned for the present weight, if it was called.
         gathers: gather the rows of tokens on the way. The rows are then not kept for the backward pass.
         combines: return the sum of each token's rows, [T, N], as `combine` does.

@@ -91,7 +91,7 @@ DEVICE void produce(
 }
 
 DEVICE void consume(
-    Shared &shared, const TensorMap &out, const float *a_scale, const float *b_scale, int a_step, int b_step,
+    Shared &shared, const TensorMap &out, const float *a_scale, const float *b_scale,
     const Tiles &tiles, int rows, int columns, int steps) {
     const int wg = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     auto give_back = [&](int stage) {
@@ -108,8 +108,8 @@ DEVICE void consume(
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int row = top + wg * 64 + warp * 16 + lane / 4 + 8 * r, column = left + thread + 128 * r;
-            of_row[r] = row < rows ? a_scale[row * a_step] : 0.0f;
-            of_column[r] = column < columns ? b_scale[column * b_step] : 0.0f;
+            of_row[r] = row < rows ? a_scale[row] : 0.0f;
+            of_column[r] = column < columns ? b_scale[column] : 0.0f;
         }
         u32 sum[128];
         int before = 0;
@@ -174,8 +174,7 @@ DEVICE void consume(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_OF(CLUSTER) int8_product(
     const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out,
-    const float *a_scale, const float *b_scale, int a_step, int b_step, int rows, int columns, int inner, int group,
-    int *taken) {
+    const float *a_scale, const float *b_scale, int rows, int columns, int inner, int group, int *taken) {
     Shared &shared = shared_memory<Shared>();
     const int per_cluster = BLOCK_M * CLUSTER;
     const Tiles tiles{(rows + per_cluster - 1) / per_cluster, (columns + BLOCK_N - 1) / BLOCK_N, group};
@@ -196,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_OF(CLUSTER) int
         if (threadIdx.x == 0) produce(shared, a, b, tiles, steps, taken);
     } else {
         more_registers<CONSUMER_REGISTERS>();
-        consume(shared, out, a_scale, b_scale, a_step, b_step, tiles, rows, columns, steps);
+        consume(shared, out, a_scale, b_scale, tiles, rows, columns, steps);
     }
     __syncthreads();
     cluster_barrier();  // Other blocks may still write to this one's shared memory.

@@ -50,7 +50,7 @@ def hopper_int8_product(
             defines["SHARED_BYTES"], tensor_map(a[None], (1, BLOCK_M, BLOCK_K)),
             tensor_map(b[None], (1, BLOCK_N // CLUSTER, BLOCK_K)),
             tensor_map(out[None, None], (1, 1, 64, 128 // dtype.itemsize)), a_scale, b_scale,
-            int(len(a_scale) > 1), int(len(b_scale) > 1), rows, columns, inner, GROUP,
+            rows, columns, inner, GROUP,
             torch.zeros(1, dtype=torch.int32, device=a.device) if crowded else None,
         )  # fmt: skip
     return out

@@ -66,11 +66,10 @@ def _load_tile(X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr,
 def _int8_product_kernel(
     A, A_SCALE, B, B_SCALE, OUT, rows, columns, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, DESCRIBED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of results per program. A and B are pointers or, with DESCRIBED, descriptors of copies by the
-    copy engine. A_ROWS and B_ROWS are 1 for a scale for each row and 0 for one scale for all. Tiles are numbered down
-    groups of GROUP of them, then to the right."""
+    copy engine. Tiles are numbered down groups of GROUP of them, then to the right."""
     across, down = tl.cdiv(columns, BLOCK_N), tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     first = tile // (GROUP * across) * GROUP
@@ -83,8 +82,8 @@ def _int8_product_kernel(
         b = _load_tile(B, left, at, columns, inner, BLOCK_N, BLOCK_K, DESCRIBED)
         total = tl.dot(a, b.T, total, out_dtype=tl.int32)
     row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
-    of_a = tl.load(A_SCALE + row * A_ROWS, mask=row < rows, other=0.0)
-    of_b = tl.load(B_SCALE + column * B_ROWS, mask=column < columns, other=0.0)
+    of_a = tl.load(A_SCALE + row, mask=row < rows, other=0.0)
+    of_b = tl.load(B_SCALE + column, mask=column < columns, other=0.0)
     # The scales are applied one after the other, because the product of two small scales may be less than any float.
     scaled = total.to(tl.float32) * of_a[:, None] * of_b[None, :]
     out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -117,8 +116,7 @@ def int8_product_triton(
         _int8_product_kernel[(programs,)](
             first, a_scale, second, b_scale, out, rows, columns, inner,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP,
-            A_ROWS=int(a_scale.shape[0] > 1), B_ROWS=int(b_scale.shape[0] > 1), DESCRIBED=described,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            DESCRIBED=described, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out
 
@@ -174,9 +172,9 @@ def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
 
     Args:
         a: int8 [M, K], -127 .. 127. No gradient goes through.
-        a_scale: fp32 [M, 1] or [1, 1]. NaN makes the results of its rows NaN.
+        a_scale: fp32 [M, 1]. NaN makes the results of its rows NaN.
         b: int8 [N, K].
-        b_scale: fp32 [N, 1] or [1, 1].
+        b_scale: fp32 [N, 1].
         dtype: the dtype of the result: torch.bfloat16, float16 or float32.
 
     Sums are exact, in int32. Beyond PIECE products each piece is exact, and the scaled sums of the pieces are added in
@@ -194,10 +192,9 @@ def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"int8_product takes [M, K] and [N, K], got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     for codes, scale in ((a, a_scale), (b, b_scale)):
-        if scale.dim() != 2 or scale.shape[1] != 1 or scale.shape[0] not in (1, codes.shape[0]):
+        if scale.shape != (len(codes), 1):
             raise ValueError(
-                f"int8_product takes a scale for each row or one for all, got shape {tuple(scale.shape)} for "
-                f"{tuple(codes.shape)}"
+                f"int8_product takes a scale for each row, got shape {tuple(scale.shape)} for {tuple(codes.shape)}"
             )
     if a.shape[1] % MULTIPLE or not a.shape[1]:
         raise ValueError(f"int8_product sums over multiples of {MULTIPLE}, got K {a.shape[1]}")

@@ -110,22 +110,17 @@ def family(capability: tuple[int, int]) -> str:
     return "sm_90" if capability[0] == 9 else "portable"
 
 
-def launch_tiles(
-    kernel: str, device: torch.device, held_head_dim: int, *, exact: bool = False, wide: bool = False
-) -> Tiles:
+def launch_tiles(kernel: str, device: torch.device, held_head_dim: int, *, exact: bool = False) -> Tiles:
     """Return the tiles for this device.
 
     Args:
         exact: TILE x TILE, where a scale or a mean spans exactly one tile.
-        wide: Q and K are read in 16 bits, so that a backward program of 128 rows of 128 has no room for copies ahead.
     """
     rows = family(capability(device) if device.type == "cuda" else (8, 0))
     tiles = TABLE[kernel][rows][held_head_dim]
     if exact:  # The forward's scores of 64 rows are for 4 warps. With 8 warps, two would share each row.
         warps = min(tiles.num_warps, 4) if kernel == "forward" and held_head_dim <= 128 else tiles.num_warps
         tiles = tiles._replace(block_m=TILE, block_n=TILE, num_warps=warps)
-    if wide and kernel != "forward" and held_head_dim >= 128 and rows == "portable":
-        tiles = tiles._replace(num_stages=1)
     return tiles
 
 

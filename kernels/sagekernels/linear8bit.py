@@ -16,30 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .casts import DTYPES, MULTIPLE
-from .lowbit import RECIPES, LowBit
+from .lowbit import LOW_BIT, LowBit
 from .matmul import linear
 from .operators import autocast_dtype
 from .refusals import one_of, refuse_transforms
 
 Precision = Literal["int8", "fp8"]
-Recipe = Literal["rowwise", "rowwise_bf16_wgrad", "tensorwise"]
 
 
 class Linear8bit(nn.Linear):
     """A linear layer whose output and gradients are products of 8-bit numbers.
 
     The layer multiplies in the dtype of its input, or in that of autocast: results and sums have it, and operands are
-    rounded to 8 bits from it. A weight in 16 bits takes an input of its own dtype alone, as nn.Linear does, and one in
-    32 bits is read in the dtype of the input. The layer takes any number of tokens. Both numbers of features have to be
-    multiples of 16. Gradients have no derivative themselves.
+    rounded to 8 bits from it, with a scale for each row. A weight in 16 bits takes an input of its own dtype alone, as
+    nn.Linear does, and one in 32 bits is read in the dtype of the input. The layer takes any number of tokens. Both
+    numbers of features have to be multiples of 16. Gradients have no derivative themselves.
 
     Args:
         precision: "int8" or "fp8". FP8 needs compute capability 8.9 or newer.
-        recipe: "rowwise": one scale for each row of an operand. "rowwise_bf16_wgrad": the gradient of the weight is
-            computed in 16 bits. "tensorwise" (fp8 only): one scale for each operand.
 
     Raises:
-        ValueError: the recipe is unknown, or a number of features is no multiple of 16.
+        ValueError: the precision is unknown, or a number of features is no multiple of 16.
         TypeError: the dtype is not bfloat16, float16 or float32. Calls raise it as well, for that of the input.
     """
 
@@ -56,10 +53,9 @@ class Linear8bit(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         precision: Precision = "int8",
-        recipe: Recipe = "rowwise",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.matmul = _matmul("Linear8bit", precision, recipe)
+        self.matmul = _matmul("Linear8bit", precision)
         if problem := _problem(self):
             raise problem[0](f"Linear8bit: {problem[1]}")
 
@@ -86,7 +82,7 @@ class Linear8bit(nn.Linear):
         return f"{layer}: the weight is {own}, and so must the input be, got {dtype}; cast one of them, or use autocast"
 
     def extra_repr(self) -> str:
-        """Return the sizes and the recipe, for print(model)."""
+        """Return the sizes and the precision, for print(model)."""
         return f"{super().extra_repr()}, {_name_of(self.matmul)}"
 
 
@@ -99,7 +95,6 @@ def convert(
     filter: Filter | None = None,
     *,
     precision: Precision = "int8",
-    recipe: Recipe = "rowwise",
     classes: Collection[type[nn.Linear]] = (nn.Linear,),
 ) -> nn.Module:
     """Turn linear layers of a model into Linear8bit, in place.
@@ -112,7 +107,6 @@ def convert(
             nn.ModuleList, nn.ModuleDict or nn.Sequential, where models keep their blocks. The output projection, which
             needs 16 bits, usually lies outside.
         precision: see Linear8bit.
-        recipe: see Linear8bit.
         classes: the classes of layers that the filter is asked about. A layer of a derived class keeps its other
             methods and is still one of that class, but Linear8bit's `forward` takes the place of its own. So such a
             class has to be named here.
@@ -121,10 +115,10 @@ def convert(
         The model.
 
     Raises:
-        ValueError: the recipe is unknown, the filter chooses no layer, or layers cannot be multiplied in 8 bits. Every
-            such layer is named, and none is converted.
+        ValueError: the precision is unknown, the filter chooses no layer, or layers cannot be multiplied in 8 bits.
+            Every such layer is named, and none is converted.
     """
-    matmul, wanted = _matmul("convert", precision, recipe), filter or _in_blocks(model)
+    matmul, wanted = _matmul("convert", precision), filter or _in_blocks(model)
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -177,17 +171,14 @@ def _in_blocks(model: nn.Module) -> Filter:
     return lambda module, name: module in inside
 
 
-def _matmul(what: str, precision: str, recipe: str) -> LowBit:
-    if (precision, recipe) not in RECIPES:
-        recipes = [each for known, each in RECIPES if known == precision]
-        if not recipes:
-            raise one_of(f"{what}: precision", precision, dict.fromkeys(known for known, _ in RECIPES))
-        raise one_of(f"{what}: with precision {precision!r}, recipe", recipe, recipes)
-    return RECIPES[precision, recipe]
+def _matmul(what: str, precision: str) -> LowBit:
+    if precision not in LOW_BIT:
+        raise one_of(f"{what}: precision", precision, LOW_BIT)
+    return LOW_BIT[precision]
 
 
 def _name_of(matmul: LowBit) -> str:
-    return next((" ".join(names) for names, known in RECIPES.items() if known == matmul), repr(matmul))
+    return next((name for name, known in LOW_BIT.items() if known == matmul), repr(matmul))
 
 
 def _problem(layer: nn.Linear) -> tuple[type[Exception], str] | None:

@@ -1,9 +1,8 @@
-"""Linear layers in 8 bits: FP8 (e4m3, e5m2) and INT8, as values that layers multiply with (matmul.py).
+"""Linear layers in 8 bits: FP8 (e4m3) and INT8, as values that layers multiply with (matmul.py).
 
 Every product is a b^T of two matrices whose rows run along the dim that is summed over. Hopper's FP8 matmuls read both
-operands like this. A matrix becomes 8-bit codes and fp32 scales, one scale for the whole matrix or one for each row.
-The scales come back as factors of the sum. Rows may therefore have their own scales in each of the three products,
-along different dims:
+operands like this. A matrix becomes 8-bit codes and fp32 scales, one for each row. The scales come back as factors of
+the sum. Rows have their own scales in each of the three products, along different dims:
 
     output            x W^T      rows of x are tokens, rows of W output features
     gradient of x     dY W       tokens, input features
@@ -37,31 +36,26 @@ import torch
 from torch import Tensor
 
 from . import packing
-from .casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
+from .casts import E4M3, INT8, Rounded, quantize, quantize_both
 from .int8_matmul import int8_product, product_twin
 from .matmul import Matmul
 
 
-def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool = False) -> Tensor:
-    """Return a b^T: [rows of a, rows of b].
+def product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
+    """Return a b^T: [rows of a, rows of b]."""
+    return library_product(a, b, dtype) if a.codes.is_cuda else product_twin(*a, *b, dtype)
 
-    Args:
-        fast_accumulation: on Hopper, add up in the tensor cores' own precision (FP8: about 14 bits) all along, not only
-            for 128 columns at a time.
+
+def library_product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
+    """Return a b^T by the kernels of a GPU: [rows of a, rows of b].
+
+    INT8 is added up in int32. On Hopper FP8 is added up in the tensor cores' own precision, about 14 bits: widening the
+    sums every 128 columns, as torch can, would make these products slower than in 16 bits.
     """
-    if a.codes.is_cuda:
-        return library_product(a, b, dtype, fast_accumulation)
-    return product_twin(*a, *b, dtype)
-
-
-def library_product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
-    """Return a b^T by the kernels of a GPU, added up in fp32 or in int32: [rows of a, rows of b]."""
     if a.codes.dtype == INT8:
         return int8_product(*a, *b, dtype)
     (codes, scale), (others, other_scale) = a, (b.codes.t(), b.scale.t())
-    return torch._scaled_mm(
-        codes, others, scale, other_scale, out_dtype=dtype, use_fast_accum=fast_accumulation and codes.is_cuda
-    )
+    return torch._scaled_mm(codes, others, scale, other_scale, out_dtype=dtype, use_fast_accum=codes.is_cuda)
 
 
 @dataclass(frozen=True)
@@ -72,40 +66,30 @@ class LowBit(Matmul):
         number: the format of x and of the weights.
         gradient: the format of dY. None: both gradients are computed in 16 bits (the dtype of x), from dY, x and the
             weights.
-        per_row: use a scale for each row of every operand, not one for the whole operand.
-        wide_weight_gradient: compute the gradient of the weights from dY and x in 16 bits (the dtype of x). This
-            product sums over tokens, whose magnitudes differ most.
     """
 
     joined: bool = True
     differentiable = False
     number: torch.dtype = E4M3
     gradient: torch.dtype | None = E4M3
-    per_row: bool = True
-    wide_weight_gradient: bool = False
 
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return codes and scales of the weights, first as the output reads them, then transposed for the gradient of
         x, if that is in 8 bits."""
         if self.gradient is None:
             return self._rounded(_whole(weights))
-        rounded, turned = quantize_both(_whole(weights), self.number, self.per_row)
+        rounded, turned = quantize_both(_whole(weights), self.number)
         return *rounded, *turned
-
-    @property
-    def keeps_x(self) -> bool:
-        """Whether the gradient of the weights is computed from x as it is."""
-        return self.wide_weight_gradient or self.gradient is None
 
     @property
     def travels(self) -> bool:
         """Whether x may be gathered in 8 bits."""
-        return self.number == E4M3 and not self.keeps_x
+        return self.number == E4M3 and self.gradient is not None
 
     @property
     def gradient_travels(self) -> bool:
         """Whether dY may be gathered in 8 bits."""
-        return self.gradient == E4M3 and not self.keeps_x
+        return self.gradient == E4M3
 
     def pack(self, x: Tensor) -> Tensor:
         """Return x in 8 bits, uint8 [tokens, in + 16], or x itself if it does not travel in 8 bits."""
@@ -118,13 +102,13 @@ class LowBit(Matmul):
     @property
     def measured(self) -> bool:
         """Whether `read` and `prepare` are spared work by the largest magnitudes of what they are given."""
-        return self.per_row and not self.keeps_x
+        return self.gradient is not None
 
     def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return codes and scales of x for `forward`, and of x transposed for `weight_gradients`."""
-        if self.keeps_x:
+        if self.gradient is None:
             return self._rounded(x), (x,)
-        return quantize_both(x, self.number, self.per_row, largest if self.measured else None)
+        return quantize_both(x, self.number, largest)
 
     def operand(self, x: Tensor) -> Sequence[Tensor]:
         """Return codes and scales of x."""
@@ -135,7 +119,7 @@ class LowBit(Matmul):
     ) -> tuple[Tensor, ...]:
         """Return x W^T of each weight: [tokens, out] each, views of one tensor."""
         weight = Rounded(*kept[:2]) if kept else self._rounded(_whole(weights))
-        y = product(Rounded(*operand), weight, weights[0].dtype, fast_accumulation=True)
+        y = product(Rounded(*operand), weight, weights[0].dtype)
         parts: tuple[Tensor, ...] = y.split([len(own) for own in weights], 1)
         return parts
 
@@ -145,9 +129,7 @@ class LowBit(Matmul):
         (grad,) = super().prepare(grads)
         if self.gradient is None:
             return (grad,)
-        if self.wide_weight_gradient:
-            return *quantize(grad, self.gradient, self.per_row), grad
-        rounded, turned = quantize_both(grad, self.gradient, self.per_row, largest)
+        rounded, turned = quantize_both(grad, self.gradient, largest)
         return *rounded, *turned
 
     def input_gradient(
@@ -161,7 +143,7 @@ class LowBit(Matmul):
         if self.gradient is None:
             return super().input_gradient(prepared, weights, out)
         weight = Rounded(*kept[2:]) if kept else self._rounded(_whole_now(list(weights), prepared[0]).t())
-        total = product(Rounded(*prepared[:2]), weight, weights[0].dtype, self._fast_backward)
+        total = product(Rounded(*prepared[:2]), weight, weights[0].dtype)
         return total if out is None else out.copy_(total)
 
     def weight_gradients(
@@ -177,26 +159,17 @@ class LowBit(Matmul):
         if self.gradient is None:
             super().add_weight_gradient(total, prepared, saved)
             return
-        # With scales of rows, a GPU's kernel for FP8 writes bf16 alone.
-        narrow = self.per_row and prepared[0].is_cuda and self.number != INT8
+        # A GPU's kernel for FP8 writes bf16 alone.
+        narrow = prepared[0].is_cuda and self.number != INT8
         total += self._weight_gradient(prepared, saved, torch.bfloat16 if narrow else total.dtype)
 
     def _weight_gradient(self, prepared: Sequence[Tensor], saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        if self.keeps_x:
-            return prepared[-1].t() @ saved[0]
-        return product(Rounded(*prepared[2:]), Rounded(*saved), dtype, self._fast_backward)
+        if self.gradient is None:
+            return prepared[0].t() @ saved[0]
+        return product(Rounded(*prepared[2:]), Rounded(*saved), dtype)
 
     def _rounded(self, operand: Tensor) -> Rounded:
-        return quantize(operand, self.number, self.per_row)
-
-    @property
-    def _fast_backward(self) -> bool:
-        """Whether the backward pass adds up in the tensor cores' own precision.
-
-        Without it row-wise products are slower than 16-bit ones. With one scale for the whole operand both kinds are
-        fast.
-        """
-        return self.per_row
+        return quantize(operand, self.number)
 
 
 def _whole(weights: Sequence[Tensor]) -> Tensor:
@@ -218,16 +191,10 @@ def _whole_now_fake(weights: Sequence[Tensor], gradient: Tensor) -> Tensor:
     return torch.cat(tuple(weights))
 
 
-RECIPES = {
-    ("fp8", "tensorwise"): LowBit(gradient=E5M2, per_row=False),
-    ("fp8", "rowwise"): LowBit(),
-    ("fp8", "rowwise_bf16_wgrad"): LowBit(wide_weight_gradient=True),
-    ("int8", "rowwise"): LowBit(number=INT8, gradient=INT8),
-    ("int8", "rowwise_bf16_wgrad"): LowBit(number=INT8, gradient=INT8, wide_weight_gradient=True),
-}
-"""The recipes, keyed by precision and recipe, the keys linear.precision and linear.recipe of SageTrain."""
+LOW_BIT = {"fp8": LowBit(), "int8": LowBit(number=INT8, gradient=INT8)}
+"""The products of linear layers, by the key linear.precision of SageTrain."""
 
-HEADS = {"fp8": RECIPES["fp8", "rowwise"], "int8": LowBit(number=INT8, gradient=None)}
+HEADS = {"fp8": LOW_BIT["fp8"], "int8": LowBit(number=INT8, gradient=None)}
 """The products of an output projection before a cross-entropy, by the key linear.head of SageTrain. Its gradient is
 a softmax less a one. 127 steps below the one would round a quarter to a half of the other probabilities to zero, so
 INT8 has gradients in 16 bits. e4m3 loses 0.3 % of them."""

@@ -183,9 +183,6 @@ def measure(call: BackwardCall, grads: Gradients, kept: Kept) -> Measured:
     part = sample.take_saved(call.saved)
     codes = ScoresOfCodes(call._replace(k=kept.k.transpose(1, 2), bounds=None), part)
     q_scale, k_scale = part.q.scale, part.k.scale
-    if not rules.int8_scores:  # The backward pass makes codes of the 16 bits that the forward pass saved.
-        q_scale = quantize_twin(kept.q.transpose(1, 2), per_tile=rules.per_tile).scale
-        k_scale = quantize_twin(kept.k.transpose(1, 2), mean=part.k_mean, per_tile=rules.per_tile).scale
     _add_range(found.scales, "Q", q_scale)
     _add_range(found.scales, "K", k_scale)
     if rules.int8_gradients:

@@ -19,7 +19,7 @@ _MANTISSA = 23
 def pack(x: Tensor) -> Tensor:
     """Pack x [tokens, columns] into uint8 [tokens, columns + 16]: codes, then the exponent of the token's scale. The
     exponent is repeated, so that rows stay aligned."""
-    codes, scale = quantize(x, E4M3, per_row=True)
+    codes, scale = quantize(x, E4M3)
     exponent = (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
     return torch.cat([codes.view(torch.uint8), exponent.expand(-1, MULTIPLE)], 1)
 

@@ -30,16 +30,6 @@ def as_float(x):
 
 
 @triton.jit
-def as_scaled(x, scale):
-    """Convert int32 (below 2^22) to float32 times `scale`, with one operation less. The result is off by at most 0.75 *
-    scale, the same for each x."""
-    if INTERPRETED:  # Without fused multiply-add the product would be rounded far above x.
-        return as_float(x) * scale
-    else:
-        return (x + MAGIC_BITS).to(tl.float32, bitcast=True) * scale - MAGIC * scale
-
-
-@triton.jit
 def as_codes(x):
     """Round float32 in -127 .. 127 to int8, ties to even."""
     return (x + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
@@ -115,12 +105,13 @@ def power_of_two(largest, BITS: tl.constexpr):
 
 @triton.jit
 def scores_of(a, b, scale):
-    """Multiply INT8 codes and apply `scale`. 16-bit values have no scale, and their product is returned."""
-    if a.dtype == tl.int8:
-        s = as_scaled(tl.dot(a, b), scale)
+    """Multiply INT8 codes, with sums below 2^22, and apply `scale`, with one operation less than a conversion takes.
+    The result is off by at most 0.75 * scale, the same for each score."""
+    x = tl.dot(a, b)
+    if INTERPRETED:  # Without fused multiply-add the product would be rounded far above x.
+        return as_float(x) * scale
     else:
-        s = dot16(a, b)
-    return s
+        return (x + MAGIC_BITS).to(tl.float32, bitcast=True) * scale - MAGIC * scale
 
 
 @triton.jit

@@ -41,13 +41,6 @@ class Codes(NamedTuple):
         return self.codes.float() * self.scale[..., None]
 
 
-def unrounded(x: Tensor) -> Codes:
-    """Return x [B, N, heads, D] as Codes without rounding: x itself, in its dtype, with scales of 1."""
-    # The clone is never x itself, because results of operators may not alias inputs.
-    values = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    return Codes(values, torch.ones(values.shape[:3], dtype=torch.float32, device=x.device))
-
-
 def tiles_of(tokens: int) -> int:
     """Return the number of tiles that cover so many tokens."""
     return -(-tokens // TILE)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .call import RECIPES, BackwardCall, Call, Gradients, Saved
-from .quantize import TILE, quantize_twin, scale_and_inverse, tile_means, token_mean, unrounded
+from .quantize import TILE, quantize_twin, scale_and_inverse, tile_means, token_mean
 
 # So many scores are held at once, over batch and heads. This bounds the memory of everything in this file to O(N x
 # tile).
@@ -237,16 +237,11 @@ def twin_forward(call: Call) -> tuple[Tensor, Saved]:
     q, k, v, smooth_q, rules = call.q, call.k, call.v, call.smooth_q, RECIPES[call.recipe]
     k_mean = token_mean(k) if call.smooth_k else None
     q_mean = tile_means(q) if smooth_q else None
-    if rules.int8_scores:
-        q_codes = quantize_twin(q, mean=q_mean, per_tile=rules.per_tile)
-        k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
-    else:
-        q_codes, k_codes = unrounded(q), unrounded(k)
+    q_codes = quantize_twin(q, mean=q_mean, per_tile=rules.per_tile)
+    k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
     lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
-    own, keeps_mean = None, smooth_q or not rules.int8_scores
-    if call.sinks is not None:
-        own, keeps_mean = sink_scores(q, k_mean if rules.int8_scores else None, call.sinks, call.scale), True
-    saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if keeps_mean else None, own)
+    own = None if call.sinks is None else sink_scores(q, k_mean, call.sinks, call.scale)
+    saved = Saved(lse, q_codes, k_codes, q_mean, None if own is None and not smooth_q else k_mean, own)
     scores = ScoresOfCodes(call, saved)
 
     values = v.transpose(1, 2)
@@ -309,9 +304,8 @@ def twin_backward(call: BackwardCall) -> Gradients:
         dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
 
     With `per_tile` s_dO, s_Q and s_K are constant on a tile and psi has one scale per tile: the papers' scheme. Without
-    `int8_scores` S is that of the 16 bits. Q8 and K8, minus its mean, are then made here. Without `int8_gradients` the
-    three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits. dP = dO V^T stays in 16 bits, delta =
-    rowsum(dO o O). The mean that was taken from K is not added back (A section 6).
+    `int8_gradients` the three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits. dP = dO V^T stays in
+    16 bits, delta = rowsum(dO o O). The mean that was taken from K is not added back (A section 6).
 
     With sinks lse and O know of them, and the sink's share of query i is p_i = exp(s_i - lse_i) (sink_scores):
 
@@ -328,12 +322,8 @@ def twin_backward(call: BackwardCall) -> Gradients:
     if rules.int8_gradients:
         do_codes = quantize_twin(do, per_tile=rules.per_tile)
         do8, do_scale = _grouped(do_codes.codes, h_kv), _grouped(do_codes.scale, h_kv)
-        q_codes, k_codes = saved.q, saved.k
-        if not rules.int8_scores:
-            q_codes = quantize_twin(q_codes.codes.transpose(1, 2), per_tile=rules.per_tile)
-            k_codes = quantize_twin(k_codes.codes.transpose(1, 2), mean=saved.k_mean, per_tile=rules.per_tile)
-        q_partner, q_scale = _grouped(q_codes.codes.float(), h_kv), _grouped(q_codes.scale, h_kv)
-        k_partner, k_scale = k_codes.codes.float().unsqueeze(2), k_codes.scale.unsqueeze(2)
+        q_partner, q_scale = _grouped(saved.q.codes.float(), h_kv), _grouped(saved.q.scale, h_kv)
+        k_partner, k_scale = saved.k.codes.float().unsqueeze(2), saved.k.scale.unsqueeze(2)
     else:
         narrow = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
         q_partner = _grouped(saved.q.dequantized().to(narrow).float(), h_kv)

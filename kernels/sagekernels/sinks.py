@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .call import RECIPES, Call
+from .call import Call
 from .launch import on_device_of
 from .pieces import block_d, load_tokens
 
@@ -36,12 +36,12 @@ def _scores_kernel(
     tl.store(SCORES + bh * tokens + t, own, mask=t < tokens)
 
 
-def sink_scores(call: Call, k_mean: Tensor | None) -> Tensor | None:
+def sink_scores(call: Call, mean: Tensor | None) -> Tensor | None:
     """Compute reference.sink_scores of a call on a GPU, with the mean that was taken from K, or return None if the call
     has no sinks."""
     if call.sinks is None:
         return None
-    q, mean = call.q, k_mean if RECIPES[call.recipe].int8_scores else None
+    q = call.q
     batch, n, heads, head_dim = q.shape
     scores = torch.empty((batch, heads, n), dtype=torch.float32, device=q.device)
     q = q if q.stride(3) == 1 else q.contiguous()

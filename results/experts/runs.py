@@ -59,10 +59,9 @@ SCORES = {"backend": "sage", "recipe": "scores"}
 ARMS: dict[str, tuple[dict, dict]] = {
     "bf16": ({"backend": "sdpa"}, {"precision": "bf16"}),
     "band": ({"backend": "sdpa"}, {"precision": "bf16"}),
-    "int8": (SCORES, {"precision": "int8", "recipe": "rowwise"}),
+    "int8": (SCORES, {"precision": "int8"}),
     "attention": (SCORES, {"precision": "bf16"}),
-    "wgrad16": (SCORES, {"precision": "int8", "recipe": "rowwise_bf16_wgrad"}),
-    "fp8": (SCORES, {"precision": "fp8", "recipe": "rowwise"}),
+    "fp8": (SCORES, {"precision": "fp8"}),
 }
 """Attention and linear layers of each arm, experts included."""
 

@@ -27,7 +27,7 @@ ATTENTION = {"backend": "sage", "recipe": "scores"} if torch.cuda.is_available()
 if runs.SMALL:
     SHAPE = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
 HEADS = {"bf16": "bf16", "band": "bf16", "fp8": "fp8", "int8": "int8"}
-ARMS = {arm: (ATTENTION, {"precision": "int8", "recipe": "rowwise", "head": head}) for arm, head in HEADS.items()}
+ARMS = {arm: (ATTENTION, {"precision": "int8", "head": head}) for arm, head in HEADS.items()}
 
 
 def config(arm: str, tokens: int) -> RunConfig:

@@ -32,7 +32,7 @@ from sagetrain.parallel.topology import ParallelGroups
 BEGAN = time.monotonic()
 SIDES = {
     "bf16": (AttentionConfig(backend="sdpa"), LinearConfig(precision="bf16")),
-    "int8": (AttentionConfig(backend="sage", recipe="scores"), LinearConfig(precision="int8", recipe="rowwise")),
+    "int8": (AttentionConfig(backend="sage", recipe="scores"), LinearConfig(precision="int8")),
 }
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)

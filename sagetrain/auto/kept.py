@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sagekernels.call import RECIPES
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import RunState, SettledAttention, SettledLinear, SettledOverlap
 from sagetrain.config.errors import Finding
@@ -43,7 +44,7 @@ class Kept:
             # Before checkpoints recorded the engine, `auto` was DeepSpeed.
             state.engine or ("fsdp" if named == "fsdp" else "deepspeed"),
             state.attention or SettledAttention(attention["backend"], attention["recipe"]),
-            state.linear or SettledLinear(linear["precision"], linear["recipe"], linear["keep_layers_below"]),
+            state.linear or SettledLinear(linear["precision"], linear["keep_layers_below"]),
             state.overlap,
             parallel.get("tensor_parallel_size", 1),
         )
@@ -79,16 +80,15 @@ def kept_attention(asked: AttentionConfig, before: SettledAttention) -> Attentio
     settled = {}
     if asked.backend == "auto":
         settled["backend"] = before.backend
-    if asked.recipe == "auto" and before.backend == "sage":
+    if asked.recipe == "auto" and before.backend == "sage" and before.recipe in RECIPES:
         settled["recipe"] = before.recipe
     return asked.model_copy(update=settled)
 
 
 def kept_linear(asked: LinearConfig, before: SettledLinear) -> LinearConfig:
     """Return the settings with `auto` as the run had it. How much a layer gained on some day should not change a run's
-    arithmetic. A recipe that is named beside `auto`, and a larger keep_layers_below, hold."""
+    arithmetic. A larger keep_layers_below beside `auto` holds."""
     if asked.precision != "auto":
         return asked
     below = max(asked.keep_layers_below, before.keep_layers_below)
-    recipe = before.recipe if before.precision == "fp8" else asked.recipe  # int8 has no recipe tensorwise
-    return asked.model_copy(update={"precision": before.precision, "recipe": recipe, "keep_layers_below": below})
+    return asked.model_copy(update={"precision": before.precision, "keep_layers_below": below})

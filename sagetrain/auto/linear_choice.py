@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from sagekernels.admission import median_seconds
 from sagekernels.grouped import Rows, plan_rows
-from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul
-from sagekernels.lowbit import RECIPES
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedMatmul
+from sagekernels.lowbit import LOW_BIT
 from sagekernels.matmul import Matmul
 from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.auto.timed_choice import RankCalls, Times, TimeTable, decide, settle
@@ -65,7 +65,7 @@ def settle_linear(
     def timed(settings: LinearConfig) -> LinearConfig:
         tokens, joined = calls.own_tokens // parts_of(calls.own_tokens, ranks, calls.overlap), ranks > 1
         layers = {name: sizes for name, sizes in chosen_layers(model, ranks).items() if not sizes.odd}
-        way, least = f"{AUTO_PRECISION} {settings.recipe}", settings.keep_layers_below
+        way, least = AUTO_PRECISION, settings.keep_layers_below
         bf16, *low = settings.choices(layers.values())
         named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
 
@@ -136,7 +136,7 @@ GAIN = 1.05
 machine."""
 LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
 """The largest relative error of all elements of a result together. bf16: rounding to bf16. int8: INT8 with a scale per
-row. fp8: e4m3 and e5m2."""
+row. fp8: e4m3."""
 _CALLS = 8  # so many calls are timed in a row, so that the GPU is timed and not the launches
 
 
@@ -182,7 +182,7 @@ def time_layers(
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Return the seconds of forward and backward of each layer, and the reasons why some were refused.
 
-    The times are keyed by layer and then by precision: 16 bits ("bf16") and the other ways ("fp8 rowwise"). The casts
+    The times are keyed by layer and then by precision: 16 bits ("bf16") and the other ways ("fp8"). The casts
     of x and of the gradients are part of the time. The time of a way that is not used is infinite.
 
     Args:
@@ -193,7 +193,7 @@ def time_layers(
             compiling would take seconds for each layer and way.
         seconds: the timer; it returns the seconds of one call of an action.
     """
-    matmuls: dict[str, Matmul] = {"bf16": Matmul(joined), **{" ".join(name): low for name, low in RECIPES.items()}}
+    matmuls: dict[str, Matmul] = {"bf16": Matmul(joined), **LOW_BIT}
     draw = torch.Generator(device).manual_seed(0)
 
     def normal(rows: int, columns: int) -> Tensor:
@@ -239,7 +239,7 @@ def time_experts(
 ) -> tuple[dict[str, float], list[str]]:
     """Return the seconds of forward and backward of a rank's experts by way, and the reasons why some were refused.
     Tokens go to experts by chance. The router is no part of it. The arguments are those of time_layers."""
-    matmuls = {"bf16": GroupedMatmul(), **{" ".join(name): low for name, low in GROUPED_RECIPES.items()}}
+    matmuls = {"bf16": GroupedMatmul(), **GROUPED_LOW_BIT}
     draw = torch.Generator(device).manual_seed(0)
     x, grad = (torch.randn(tokens, hidden, generator=draw, device=device, dtype=dtype) for _ in range(2))
     scores = torch.rand(tokens, experts.number, generator=draw, device=device)

@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.config.errors import CheckpointError
+from sagetrain.config.linear_sizes import LowBit
 from sagetrain.config.rules.data import ORDER
 from sagetrain.config.schema import ModelConfig
 from sagetrain.storage.url_path import Location
@@ -177,8 +178,7 @@ class SettledAttention:
 class SettledLinear:
     """The precision of a run's linear layers, with `auto` replaced by the choice that was made."""
 
-    precision: Literal["bf16", "fp8", "int8", "auto"]
-    recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"]
+    precision: Literal["bf16", LowBit, "auto"]
     keep_layers_below: int = 0
 
 

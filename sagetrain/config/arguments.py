@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from sagetrain.config.errors import ConfigError, shown
+from sagetrain.config.linear_sizes import LowBit
 
 LoadedAttention = Literal["sdpa", "sage", "flash", "reference"]
 """An attention backend of a model that was loaded."""
-LoadedPrecision = Literal["bf16", "fp8", "int8"]
+LoadedPrecision = Literal["bf16", LowBit]
 """A precision of the linear layers of a model that was loaded."""
 
 P = ParamSpec("P")

@@ -9,12 +9,16 @@ from sagetrain.config.yaml_nodes import KeyPath
 
 
 class FormerKey(NamedTuple):
-    """A key that is gone."""
+    """A key that is gone, or some of its values."""
 
     path: KeyPath
     why: str
     fix: str
     """The advice that says what to write instead."""
+    idle: Any = None
+    """The value beside None, False and 0 with which the key did nothing that is not done now."""
+    values: tuple[str, ...] = ()
+    """The values that are gone, if the key is still there."""
 
 
 FORMER = (
@@ -34,6 +38,20 @@ FORMER = (
         "leave it out",
     ),
     FormerKey(
+        ("attention", "recipe"),
+        "where scores are large INT8 in the products of the gradients alone erred less than other recipes, and 16 bits "
+        "err less still",
+        "write attention.backend: sdpa for 16 bits, or recipe: scores",
+        values=("gradients",),
+    ),
+    FormerKey(
+        ("linear", "recipe"),
+        "each row of a matrix has a scale, and all products are in 8 bits: one scale for a matrix gained no time, and "
+        "gradients of weights in 16 bits no loss (results/linear-layers)",
+        "leave it out; linear.precision bf16 is 16 bits",
+        idle="rowwise",
+    ),
+    FormerKey(
         ("optimizer", "muon", "adamw_lr"),
         "learning rates belong to kinds of tensors now",
         "write optimizer.lr_of: {embedding: ..., head: ..., gain: ...}",
@@ -41,18 +59,23 @@ FORMER = (
 )
 
 
-def take_out(tree: Any) -> list[tuple[FormerKey, Any]]:
-    """Take the former keys out of a configuration's tree. Return those that were set to something, with their values.
-    Files written by earlier versions name every key, and nothing has to be said of one that did nothing."""
+def take_out(tree: Any, values: bool = True) -> list[tuple[FormerKey, Any]]:
+    """Take the former keys and values out of a configuration's tree. Return the keys that were set to something, with
+    their values. Files written by earlier versions name every key, and nothing has to be said of one that did
+    nothing.
+
+    Args:
+        values: take former values of keys that are still there as well.
+    """
     found = []
-    for key in FORMER:
+    for key in FORMER if values else (key for key in FORMER if not key.values):
         *above, last = key.path
         section = tree
         for name in above:
             section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and last in section:
+        if isinstance(section, dict) and last in section and (not key.values or section[last] in key.values):
             value = section.pop(last)
-            if not _idle(value):
+            if not _idle(value) and value != key.idle:
                 found.append((key, value))
     return found
 

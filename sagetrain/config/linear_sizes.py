@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 LOW_BIT_MULTIPLE = 16
 """Every side of a matrix in 8 bits has to be a multiple of this on a rank, because torch's FP8 kernels read 16 bytes at
 a time."""
 
-AUTO_PRECISION = "int8"
+LowBit = Literal["fp8", "int8"]
+LOW_BIT: tuple[LowBit, ...] = get_args(LowBit)
+"""The precisions in 8 bits: what they multiply by is in sagekernels/lowbit.py, their rates in costs/hardware.py."""
+AUTO_PRECISION: LowBit = "int8"
 """The precision that linear.precision auto takes where 8 bits gain. It is never fp8, which is a few percent faster and
 costs several times as much in loss (results/linear-layers)."""
 

@@ -173,8 +173,6 @@ _VALUES: dict[str, str] = {
         "optimizer": "cpu",
         "adamw": "adam",
         "adamw, with optimizer.moments int8": "adamw_8bit adamw8bit adam8bit adamw_bnb_8bit paged_adamw_8bit",
-        "rowwise": "per_row row",
-        "tensorwise": "per_tensor tensor delayed current",
         "wsd": "warmup_stable_decay",
     }.items()
     for other in others.split()

@@ -81,14 +81,13 @@ def _tensor_parallel(
     # Experts compute the tokens of their rank. Only an MLP beside them takes part in collectives.
     halves = 1 + bool(layers(model)[-1].mlp.inner)
     gathers, linear = halves * model.num_layers, rank.linear
-    if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
+    if linear.precision == "fp8":
         eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of sagekernels/packing.py
         sizes = list(linear_layers(model, rank.tensor).values())
         for key in packed:
-            if key[1] == INTO or linear.recipe == "rowwise":
-                own = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
-                low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, own))
-                packed[key] = (low * eight + (gathers - low) * payload) // gathers
+            own = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
+            low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, own))
+            packed[key] = (low * eight + (gathers - low) * payload) // gathers
     for moment, what, kind, at_ends, beside in rows:
         if kind and (rank.recomputes or moment != "recomputed"):
             calls = [(halves * parts, at_ends * parts, payload)]

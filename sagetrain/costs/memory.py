@@ -10,6 +10,7 @@ from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.errors import many
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.layout import Layout
+from sagetrain.config.linear_sizes import LOW_BIT
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import (
@@ -110,7 +111,7 @@ def _codes(cfg: RunConfig, head: MatmulCost | None) -> MemoryItem:
 
 def _head_codes(head: MatmulCost) -> int:
     """Return the bytes of the codes of the output projection's weights, for the products that are in 8 bits."""
-    return head.weights * sum(precision in ("fp8", "int8") for precision in head.precision[:2])
+    return head.weights * sum(precision in LOW_BIT for precision in head.precision[:2])
 
 
 def _matmuls(cfg: RunConfig, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:

@@ -44,9 +44,9 @@ _LOGIT = 3, 35
 _EMBEDDING = 5
 # Elements moved per column of every operand of a block's linear layers in 8 bits, for both of its uses. The kernels
 # (sagekernels/casts.py) read it once for the largest magnitudes and once to round it, and write one byte for each use.
-# With the weights' gradients in 16 bits there is one use, by torch.compile or eager. It is not taken to be fused with
-# norms and SwiGLU, though it may be.
-_CASTS = {"tensorwise": (3, 3), "rowwise": (3, 3), "rowwise_bf16_wgrad": (1.5, 16.5)}
+_CASTS = 3, 3
+# A head in INT8 has one use, by torch.compile or eager. It is not taken to be fused with the norm, though it may be.
+_CAST_ONCE = 1.5, 16.5
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around the all-to-alls
 
 
@@ -196,8 +196,7 @@ class Rank:
         """The arithmetic of the block's linear layers in 8 bits, or in dtype where the run has none."""
         if not self.linear.low_bit:
             return Precision(self.dtype, self.dtype, self.dtype)
-        wide = self.linear.recipe == "rowwise_bf16_wgrad"
-        return Precision(self.linear.precision, self.linear.precision, self.dtype if wide else self.linear.precision)
+        return Precision(*3 * (self.linear.precision,))
 
     @property
     def head_precision(self) -> Precision:
@@ -218,8 +217,7 @@ class Rank:
 
     def kept_by_layer(self, layer: LinearSizes) -> int:
         """Return the bytes per token that a linear layer keeps for backward, of its input or of the input's codes."""
-        eight = self.linear.takes(layer) and self.linear.recipe != "rowwise_bf16_wgrad"
-        return layer.inputs * (1 if eight else self.element)
+        return layer.inputs * (1 if self.linear.takes(layer) else self.element)
 
     def moved(self, elements: tuple[float, float], columns: float) -> float:
         """Return the bytes per token of a pass that moves `elements` per column, fused or eager."""
@@ -271,11 +269,11 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     if one_pass:
         qk_saved = element * (query + key)  # the kernel saves q and k as the projection made them
         qk_moved = rank.moved(_QK_NORM_ROTARY, query + key) + rank.moved(_GRADIENT_OF_V, key)
-    # sage keeps q and k with a scale per token, and in INT8 unless its scores are in 16 bits. It keeps v and o in 16
-    # bits. The other backends keep all four in 16 bits.
+    # sage keeps q and k in INT8 with a scale per token, and v and o in 16 bits. The other backends keep all four in 16
+    # bits.
     sage = attention.backend == "sage"
-    quantized = (query + int(twice * seen)) * (element if attention.recipe == "gradients" else 1)
-    quantized += 4 * (heads + int(twice * seen_heads) + own.sinks * heads)  # The last are the scores of the sinks.
+    scales = heads + int(twice * seen_heads) + own.sinks * heads  # The last are the scores of the sinks.
+    quantized = query + int(twice * seen) + 4 * scales
     # The last term is the log-sum-exp.
     kept = (
         (quantized if sage else element * (query + gathered * seen)) + element * (gathered * seen + query) + 4 * heads
@@ -365,10 +363,9 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
         return PassCost(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
 
     # Codes of rows are kept in place of SwiGLU's results. They fill up the tiles of each expert.
-    codes = low and rank.linear.recipe != "rowwise_bf16_wgrad"
     padded = (int(room * tokens) // _TILE + own) * _TILE // max(1, tokens)
     # The router keeps the rank's tokens, unless shared experts have kept them already.
-    kept = 0 if experts.shared and not codes else element * hidden
+    kept = 0 if experts.shared and not low else element * hidden
     router = matmul("router", experts.number, hidden, precision=Precision("fp32", "fp32", "fp32"), saved=kept)
     yield replace(router, tokens=tokens, shards=rank.shards)
     kept = (12 if rank.fused else 16) * experts.number + 12 * experts.per_token
@@ -378,17 +375,17 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     kept = int(element * hidden * (room if by_row else rank.experts)) * (rank.experts > 1)
     if by_row:
         yield moving("rows for other ranks", 4 * element * room * hidden)
-    if codes:
+    if low:
         kept = padded * hidden
-    elif rank.fused and not low:  # One graph gathers the rows once for both passes.
+    elif rank.fused:  # One graph gathers the rows once for both passes.
         kept = int(element * room * hidden)
     yield moving("rows of experts", element * room * _ROWS * hidden, saved=kept)
     yield product("gate and up of experts", 2 * inner, hidden, saved=int(element * room * 2 * inner))
     yield moving("SwiGLU of experts", element * room * _SWIGLU[0] * inner)
-    yield product("down of experts", hidden, inner, saved=int((padded if codes else element * room) * inner))
+    yield product("down of experts", hidden, inner, saved=int((padded if low else element * room) * inner))
     if low:
         columns = room * (3 * inner + 2 * hidden)
-        yield moving("casts of experts to 8 bits", rank.moved(_CASTS[rank.linear.recipe], columns))
+        yield moving("casts of experts to 8 bits", rank.moved(_CASTS, columns))
 
 
 def _backends(attention: AttentionConfig) -> tuple[str, ...]:
@@ -404,7 +401,7 @@ def _casts(rank: Rank, layers: dict[str, LinearSizes]) -> float:
     if not linear.low_bit:
         return 0.0
     columns = sum(each.inputs + sum(each.outputs.values()) for each in layers.values() if linear.takes(each))
-    return rank.moved(_CASTS[linear.recipe], columns)
+    return rank.moved(_CASTS, columns)
 
 
 class Ends(NamedTuple):
@@ -423,9 +420,9 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
     per_logit = 2 * element if rank.fused else element + 13
     moved, precision = rank.moved(_LOGIT, columns), rank.head_precision
     if precision.input_gradient == "fp8":  # The gradient of the logits is rounded twice while both are there.
-        per_logit, moved = max(per_logit, 2 * element + 2), moved + rank.moved(_CASTS["rowwise"], hidden + columns)
+        per_logit, moved = max(per_logit, 2 * element + 2), moved + rank.moved(_CASTS, hidden + columns)
     elif precision.forward == "int8":
-        moved += rank.moved(_CASTS["rowwise_bf16_wgrad"], hidden)
+        moved += rank.moved(_CAST_ONCE, hidden)
     return Ends(
         embedding=PassCost(name="embedding", moved=element * _EMBEDDING * hidden),
         # The time of the norm is computed as if each rank saw all tokens, because it is a small part of a step.

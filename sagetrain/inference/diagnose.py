@@ -60,7 +60,7 @@ class Diagnosis:
     linear: dict[str, dict[str, float]]
     """The numbers of each linear layer in 8 bits, by its name: "0.attention.qkv"."""
     linear_precision: str
-    """The precision of those layers: "fp8 rowwise". It also says if the checkpoint's step is in a part of the run in 16
+    """The precision of those layers: "fp8". It also says if the checkpoint's step is in a part of the run in 16
     bits."""
 
 
@@ -121,7 +121,7 @@ def diagnose(
         ]
     own = [" ".join([each.name, *filter(None, [getattr(each, "recipe", None)])]) for each in trained]
     settings = run.cfg.linear
-    precision = f"{settings.precision} {settings.recipe}"
+    precision: str = settings.precision
     if settings.low_bit and not low_bit_linear(settings, run.tokens, run.cfg.training.total_tokens):
         precision += " as in the part of the run that has it, which this step is not in"
     return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found, errors, precision)

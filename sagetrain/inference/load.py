@@ -232,8 +232,7 @@ def load_run(
         backend = "sdpa"
     try:
         # In 8 bits they are the same layers as in training.
-        recipe = cfg.linear.recipe if linear == cfg.linear.precision else "rowwise"
-        multiply = cfg.linear.model_copy(update={"precision": linear or "bf16", "recipe": recipe})
+        multiply = cfg.linear.model_copy(update={"precision": linear or "bf16"})
         matmuls, how = matmuls_of(
             multiply,
             cfg.model,
@@ -268,8 +267,7 @@ def load_run(
     model.keep_weights()
     model.eval()
     if low_bit_linear(cfg.linear, run.tokens, cfg.training.total_tokens) and linear is None:
-        trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
-        report(f"linear layers, {trained_in} in training, are not in 8 bits here")
+        report(f"linear layers, {cfg.linear.precision} in training, are not in 8 bits here")
     return TrainedRun(
         cfg,
         model,

@@ -198,7 +198,7 @@ class Sage(AttentionFunction):
     @property
     def quantized(self) -> frozenset[Product]:
         recipe = RECIPES[self.recipe]
-        products: set[Product] = {"Q K^T", "Q K^T again"} if recipe.int8_scores else set()
+        products: set[Product] = {"Q K^T", "Q K^T again"}
         products |= {"P V"} if recipe.int8_pv else set()
         products |= {"P^T dO", "dS K", "dS^T Q"} if recipe.int8_gradients else set()
         return frozenset(products)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sagekernels.backends import serving
-from sagekernels.grouped_matmul import GROUPED_RECIPES
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT
 from sagekernels.launch import check_int8, half_sums
-from sagekernels.lowbit import HEADS, RECIPES
+from sagekernels.lowbit import HEADS, LOW_BIT
 from sagetrain.config.layer_specs import WITH_SINKS, linear_layers
 from sagetrain.config.layer_specs import layers as layer_specs
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
@@ -121,15 +121,11 @@ def matmuls_of(
             suit 8 bits as well.
 
     Raises:
-        ValueError: there is no such recipe, or it cannot run on this device or in this dtype.
+        ValueError: the precision cannot run on this device or in this dtype.
     """
     low = linear.low_bit_blocks(model.num_layers)
     if not low:
         return [{}] * (model.num_layers + 1), "in training.dtype"
-    name = f"{linear.precision} {linear.recipe}"
-    recipe = RECIPES.get((linear.precision, linear.recipe))
-    if recipe is None:
-        raise ValueError(f"linear.recipe {linear.recipe} is none of linear.precision {linear.precision}")
     how, of_end = "its torch twin, since there is no GPU", dict[str, Any]()
     if linear.head != "bf16":
         of_end["head"] = HEADS[linear.head]
@@ -150,20 +146,17 @@ def matmuls_of(
         blocks += f", by the sizes at tensor_parallel_size {tensor_parallel_size} in training and {here} here"
     if of_end:
         blocks += f", output projection in {linear.head}"
-    matmuls: dict[str, Any] = dict.fromkeys(taken, recipe)
-    if model.experts is None:
-        of_blocks = [matmuls if index in low else {} for index in range(model.num_layers)]
-        return [*of_blocks, of_end], f"{name} in {blocks} ({how})"
-    grouped = GROUPED_RECIPES.get((linear.precision, linear.recipe))
-    if grouped is None:
-        raise ValueError(f"linear.recipe {linear.recipe} is none of experts")
-    every: list[dict[str, Any]] = []
-    for index, layer in enumerate(layer_specs(model)):
-        own = layer.chosen_layers(tensor_parallel_size), layer.chosen_layers(here or tensor_parallel_size)
-        taken = [name for name, sizes in own[0].items() if linear.takes(sizes) and not own[1][name].odd]
-        every.append({name: grouped if name == "experts" else recipe for name in taken} if index in low else {})
-    beside = "included" if any("experts" in of_layer for of_layer in every) else "in training.dtype"
-    return [*every, of_end], f"{name} in {blocks}, experts {beside} ({how})"
+    matmuls: dict[str, Any] = {"experts": GROUPED_LOW_BIT[linear.precision]}
+    of_blocks: list[dict[str, Any]] = [{} for _ in range(model.num_layers)]
+    for index in low:
+        layer = layer_specs(model)[index]
+        own, now = layer.chosen_layers(tensor_parallel_size), layer.chosen_layers(here or tensor_parallel_size)
+        taken = [name for name, sizes in own.items() if linear.takes(sizes) and not now[name].odd]
+        of_blocks[index] = {name: matmuls.get(name, LOW_BIT[linear.precision]) for name in taken}
+    if model.experts is not None:
+        beside = "included" if any("experts" in of_block for of_block in of_blocks) else "in training.dtype"
+        blocks += f", experts {beside}"
+    return [*of_blocks, of_end], f"{linear.precision} in {blocks} ({how})"
 
 
 def _check_gpu(setting: str, precision: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -135,7 +135,7 @@ def _precision(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
         return
     fix = f"what {AUTO_PRECISION} costs in loss is in docs/low-bit-linear.md; bf16 leaves all layers in 16 bits"
     size = f" for layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
-    what = f"{linear.precision}, recipe {linear.recipe}{size}" if linear.low_bit else "bf16"
+    what = f"{linear.precision}{size}" if linear.low_bit else "bf16"
     if low := _in_8_bits(plan, shown):
         wide, steps = shown.prediction, low.accumulation
         saved, waits = (wide.computing - low.computing) / steps, (low.launching - wide.launching) / steps
@@ -187,9 +187,8 @@ def _gain(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     wide_speed = plan.target.predict(wide).tokens_per_second
     if (speed := shown.prediction.tokens_per_second) <= 1.01 * wide_speed:
         yield About("linear_precision_gain", "linear.precision", linear.precision).warning(
-            f"is not predicted to be faster with recipe {linear.recipe}: {speed:,.0f} tokens/s {plan.name}, with bf16 "
-            f"{wide_speed:,.0f}",
-            "use linear.precision bf16, another linear.recipe, or larger micro-batches where the host is the limit",
+            f"is not predicted to be faster: {speed:,.0f} tokens/s {plan.name}, with bf16 {wide_speed:,.0f}",
+            "use linear.precision bf16, or larger micro-batches where the host is the limit",
         )
 
 

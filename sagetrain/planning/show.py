@@ -190,7 +190,7 @@ def _model_table(plan: Plan) -> Table:
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
     layers = chosen_layers(model, plan.cfg.parallel.tensor_parallel_size).items()
     names = ", ".join(name for name, layer in layers if linear.takes(layer))
-    low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks: {names or 'none'}"
+    low_bit = f"{linear.precision} in {low} of {model.num_layers} blocks: {names or 'none'}"
     parts = {"first": linear.keep_first_fraction, "last": linear.keep_last_fraction}
     if kept := [f"the {part} {100 * fraction:g} %" for part, fraction in parts.items() if fraction]:
         low_bit += f"; all in 16 bits in {' and '.join(kept)}, which the speeds below leave out"

@@ -98,7 +98,7 @@ class Observed(Matmul):
         self._compare("dX", low.input_gradient(rounded, weights), grad, w)
         self._compare("dW", torch.cat(tuple(gradients)), grad.t(), x)
         self._count("dX", grad, rounded[0])
-        if not low.keeps_x:
+        if low.gradient is not None:
             # Rows of zeros fill the codes up.
             self._count("dW", grad, rounded[2].t()[: len(grad)])
         return gradients
@@ -213,9 +213,8 @@ class Vanishing(Controller):
         others = f", and more than {MUCH:.0%} of {many(len(found) - 1, 'other')}" if len(found) > 1 else ""
         text = (
             f"gradients vanish in 8 bits: of the output's gradient {found[worst]:.1%} of the entries of linear layer "
-            f"{worst}{others}; linear.recipe rowwise_bf16_wgrad keeps them for dW, linear.keep_first_blocks and "
-            "keep_last_blocks keep blocks in 16 bits. In int8 up to 38 % is usual, and no loss of ours minded "
-            "(docs/low-bit-linear.md)"
+            f"{worst}{others}; linear.keep_first_blocks and keep_last_blocks keep blocks in 16 bits. In int8 up to "
+            "38 % is usual, and no loss of ours minded (docs/low-bit-linear.md)"
         )
         return [Event(self.name, text, {"zero_shares": found})]
 

@@ -50,11 +50,10 @@ class LinearSchedule(Controller):
         """Move all layers if it is time."""
         if taken.tokens >= self._total or not self._moves(taken.tokens):
             return []
-        settings, low = self._settings, f"{self._settings.precision} {self._settings.recipe}"
-        if self._low:
-            old, new, why = "16 bits", low, f"linear.keep_first_fraction {settings.keep_first_fraction}"
-        else:
-            old, new, why = low, "16 bits", f"linear.keep_last_fraction {settings.keep_last_fraction}"
+        settings, old, new = self._settings, "16 bits", str(self._settings.precision)
+        why = f"linear.keep_first_fraction {settings.keep_first_fraction}"
+        if not self._low:
+            old, new, why = new, old, f"linear.keep_last_fraction {settings.keep_last_fraction}"
         text = f"linear layers from {old} to {new}: {why}"
         return [Event("precision", text, {"linear": True, "from": old, "to": new, "cause": "schedule"})]
 

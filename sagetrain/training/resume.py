@@ -124,10 +124,9 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
     if reader.world_size != dist.get_world_size():
         say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
             " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
-    # These keys have the values that `auto` had chosen.
-    kept = [name for name in ("recipe", "keep_layers_below") if getattr(linear, name) != getattr(cfg.linear, name)]
-    as_before = tuple(f"linear.{name}:" for name in kept)
-    lines = [line for line in changed(cfg, reader.folder) if not line.startswith(as_before)]
+    lines = changed(cfg, reader.folder)
+    if linear.keep_layers_below != cfg.linear.keep_layers_below:  # `auto` had chosen this value.
+        lines = [line for line in lines if not line.startswith("linear.keep_layers_below:")]
     for line in lines:
         say(f"changed since that checkpoint: {line}")
     if last := last_step(reader.state, cfg):
@@ -143,7 +142,8 @@ def changed(cfg: RunConfig, folder: Location) -> list[str]:
     part of a run takes from its stages differs from part to part, and is in the schedule."""
     saved = saved_config(folder / "config.yaml")
     # Earlier versions wrote every key, so one that is gone has changed nothing unless it was set.
-    lines = [f"{'.'.join(map(str, key.path))}: {value!r} -> None" for key, value in take_out(saved)]
+    gone = take_out(saved, values=False)
+    lines = [f"{'.'.join(map(str, key.path))}: {value!r} -> None" for key, value in gone]
     lines += changed_settings(saved, cfg.model_dump(mode="json"))
     return [line for line in lines if not (lengths_of(cfg) and line.startswith(tuple(KEYS_OF_STAGES)))]
 

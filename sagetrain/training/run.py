@@ -176,7 +176,7 @@ class Run:
             identity=self.files.identity,
             engine=self.layout.engine,
             attention=SettledAttention(attention.backend, attention.recipe),
-            linear=SettledLinear(linear.precision, linear.recipe, linear.keep_layers_below),
+            linear=SettledLinear(linear.precision, linear.keep_layers_below),
             overlap=overlap_choice.record(self.cfg),
             files=self.met.hashes,
             guidance_overrides=list(self.cfg.guidance.override),

@@ -93,7 +93,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
     """Start a run three times, as on a GPU. Only the first start may choose, and the last one names what it wants."""
     attention_choice.to_be_chosen = lambda asked, device: "auto" in (asked.backend, asked.recipe)
     linear_choice.why_sixteen_bits = lambda *_, **__: ""
-    calls, low = [], "int8 rowwise, layers of 3,072 weights and more"
+    calls, low = [], "int8, layers of 3,072 weights and more"
     attention_choice.decide = lambda *_, **__: calls.append("attention") or "sage scores"
     linear_choice.decide = lambda *_, **__: calls.append("linear") or low
     for steps, recipe, precision in ((1, "auto", "auto"), (2, "auto", "auto"), (3, "fine", "bf16")):
@@ -106,7 +106,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         assert recorded.attention == SettledAttention("sage", used) and used == ("scores" if low else "fine")
         # gate_up has 3,072 weights and attention.out 1,024.
         assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()
-        assert recorded.linear == SettledLinear(*(("int8", "rowwise", 3072) if low else ("bf16", "rowwise", 0)))
+        assert recorded.linear == SettledLinear(*(("int8", 3072) if low else ("bf16", 0)))
     assert calls == ["attention", "linear"]
 
 
@@ -117,7 +117,7 @@ def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_p
         "attention sage (INT8 recipe scores: its torch twin, " in said and "exact but slow; auto: the fastest)" in said
     )
     layers = "layers of 3,072 weights and more (qkv, gate_up)"
-    assert f"linear layers int8 rowwise in all blocks, {layers} (its torch twin" in said
+    assert f"linear layers int8 in all blocks, {layers} (its torch twin" in said
     assert "); auto: the fastest" in said
     for key in ("attention.backend", "linear.precision"):
         assert f"as the run had it: auto decides once, naming {key} changes it" in said
@@ -126,6 +126,7 @@ def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_p
 
 def test_a_loaded_run_keeps_the_attention_it_was_trained_with() -> None:
     assert kept_attention(AttentionConfig(), SettledAttention(**SAGE_SCORES)).recipe == "scores"
+    assert kept_attention(AttentionConfig(), SettledAttention("sage", "gradients")).recipe == "auto"  # It is gone.
 
 
 def test_layers_with_a_window_are_timed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple]]]:
 
         def decide(what, measure, pick, *, key, cache, told=told, **how):
             told.append((what, cache, key))
-            return "sage fine" if what == "attention" else "int8 rowwise"
+            return "sage fine" if what == "attention" else "int8"
 
         attention_choice.decide = linear_choice.decide = decide
         sections = {"parallel": {"tensor_parallel_overlap": "on" if on else "off"}, "attention": {"backend": "sage"}}

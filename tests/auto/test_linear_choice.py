@@ -29,10 +29,9 @@ SHAPE = ModelConfig(
 )
 AUTO = LinearConfig(precision="auto")
 CHOSEN = {"precision": "int8", "keep_layers_below": 8192}
-DECIDED = "int8 rowwise, layers of 8,192 weights and more"
-ROWWISE = {**CHOSEN, "recipe": "rowwise"}
+DECIDED = "int8, layers of 8,192 weights and more"
 
-# The speed-ups of INT8 rowwise over bf16 on an H200, casts included, are from kernels/NOTES.md.
+# The speed-ups of INT8 over bf16 on an H200, casts included, are from kernels/NOTES.md.
 MEASURED = {
     "1b": {"qkv": 1.25, "out": 1.12, "gate_up": 1.25, "down": 1.30},
     "7b": {"qkv": 1.49, "out": 1.42, "gate_up": 1.59, "down": 1.55},
@@ -44,12 +43,12 @@ MEASURED = {
 
 @pytest.mark.parametrize("model", MEASURED)
 def test_measured_times_put_all_layers_in_int8_that_may_be(model: str) -> None:
-    times = {name: {"bf16": 1.0, "int8 rowwise": 1 / gain} for name, gain in MEASURED[model].items()}
+    times = {name: {"bf16": 1.0, "int8": 1 / gain} for name, gain in MEASURED[model].items()}
     layers = linear_layers(load_config(CONFIGS / f"{model}.yaml").model, 1)
     weights = {name: layer.weights for name, layer in layers.items()}
-    assert smallest(times, "int8 rowwise", weights, 0) == 0
-    assert smallest(times, "int8 rowwise", weights, 12_000_000) == 12_000_000
-    assert smallest(times, "int8 rowwise", weights, 10**9) is None
+    assert smallest(times, "int8", weights, 0) == 0
+    assert smallest(times, "int8", weights, 12_000_000) == 12_000_000
+    assert smallest(times, "int8", weights, 10**9) is None
 
 
 @pytest.mark.parametrize(
@@ -86,12 +85,12 @@ def test_layers_are_those_of_a_rank() -> None:
 
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
-    """The layers that were made to be timed. The rowwise gate and up layer keeps wrong weights."""
+    """The layers that were made to be timed. The FP8 gate and up layer keeps wrong weights."""
     made, right = [], linear_choice.layer_of
 
     def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
         made.append(right(inputs, sizes, weights, matmul, kept=kept))
-        if "gate" in sizes and kept and matmul == linear_choice.RECIPES["fp8", "rowwise"]:
+        if "gate" in sizes and kept and matmul == linear_choice.LOW_BIT["fp8"]:
             made[-1].kept[1].neg_()
         return made[-1]
 
@@ -101,7 +100,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
 
 def timed(seconds: Callable, **changes: bool) -> tuple[dict, list[str]]:
     how = {"tokens": 32, "joined": False, "kept": True, "compiled": False, "dtype": torch.bfloat16, **changes}
-    return time_layers(linear_layers(SHAPE, 1), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
+    return time_layers(linear_layers(SHAPE, 1), ["fp8", "int8"], **how, device=CPU, seconds=seconds)
 
 
 def test_wrong_layers_are_not_timed_and_others_run_both_passes(layers: list) -> None:
@@ -114,10 +113,10 @@ def test_wrong_layers_are_not_timed_and_others_run_both_passes(layers: list) -> 
         return 8.0
 
     times, refused = timed(seconds)
-    assert [list(row) for row in times.values()] == [["bf16", "fp8 rowwise", "fp8 tensorwise"]] * 4
+    assert [list(row) for row in times.values()] == [["bf16", "fp8", "int8"]] * 4
     assert len(grads) == 11 and all(g is not None and g.abs().sum() > 0 for found in grads for g in found)
-    assert times["gate_up"]["fp8 rowwise"] == float("inf") and times["down"]["fp8 rowwise"] == 1.0
-    assert len(refused) == 1 and refused[0].startswith("gate_up in fp8 rowwise: the output is wrong by")
+    assert times["gate_up"]["fp8"] == float("inf") and times["down"]["fp8"] == 1.0
+    assert len(refused) == 1 and refused[0].startswith("gate_up in fp8: the output is wrong by")
 
 
 def test_what_is_no_number_or_raises_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,18 +124,18 @@ def test_what_is_no_number_or_raises_is_not_used_and_says_so(monkeypatch: pytest
 
     def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
         layer = right(inputs, sizes, weights, matmul, kept=kept)
-        if matmul == linear_choice.RECIPES["fp8", "rowwise"] and "gate" in sizes:
+        if matmul == linear_choice.LOW_BIT["fp8"] and "gate" in sizes:
             layer.kept[1].fill_(torch.nan)
-        if matmul == linear_choice.RECIPES["fp8", "tensorwise"] and "down" in sizes:
+        if matmul == linear_choice.LOW_BIT["int8"] and "down" in sizes:
             layer.kept = layer.kept[:1]
         return layer
 
     monkeypatch.setattr(linear_choice, "layer_of", spoiled)
     times, (gate_up, down) = timed(lambda action: 8.0)
-    assert gate_up.startswith("gate_up in fp8 rowwise: the output is wrong by nan")
-    assert down.startswith("down in fp8 tensorwise: TypeError: ")
+    assert gate_up.startswith("gate_up in fp8: the output is wrong by nan")
+    assert down.startswith("down in int8: TypeError: ")
     infinite = [(name, way) for name, row in times.items() for way, seconds in row.items() if seconds == float("inf")]
-    assert infinite == [("gate_up", "fp8 rowwise"), ("down", "fp8 tensorwise")]
+    assert infinite == [("gate_up", "fp8"), ("down", "int8")]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -188,7 +187,7 @@ def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Ca
     cache = tmp_path / "linear.json"
     left = clock(10.0, 8.0)
     found = choose(cache, said)
-    assert (found.precision, found.recipe, found.keep_layers_below) == ("int8", "rowwise", 0) and not left
+    assert (found.precision, found.keep_layers_below) == ("int8", 0) and not left
     table = said[1].splitlines()
     assert table[0].startswith("linear on cpu, 32 tokens, torch.bfloat16: forward + backward")
     assert [line.split()[0] for line in table[2:6]] == ["qkv", "out", "gate_up", "down"]
@@ -205,8 +204,8 @@ def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Ca
         clock(10.0, 20.0)
         assert choose(cache, said, **changes).precision == "bf16" and said[-1].endswith("chosen: bf16")
     clock(10.0, 8.0)
-    found = choose(cache, said, AUTO.model_copy(update={"recipe": "rowwise_bf16_wgrad", "keep_last_blocks": 1}))
-    assert (found.recipe, found.keep_last_blocks) == ("rowwise_bf16_wgrad", 1)
+    found = choose(cache, said, AUTO.model_copy(update={"keep_last_blocks": 1}))
+    assert (found.precision, found.keep_last_blocks) == ("int8", 1)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +251,7 @@ def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     said: list[str] = []
     found = choose(tmp_path / "linear.json", said)
     assert (found.precision, found.keep_layers_below) == ("int8", 12_288)
-    assert said[1].endswith("chosen: int8 rowwise, layers of 12,288 weights and more")
+    assert said[1].endswith("chosen: int8, layers of 12,288 weights and more")
     assert choose(tmp_path / "linear.json", said) == found
 
 
@@ -278,12 +277,12 @@ def test_experts_are_timed_as_one_layer(tmp_path: Path, monkeypatch, spent, belo
     times = [10.0, 8.0, 10.0, 8.0, 10.0, spent]
     monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: action() or times.pop(0))
     if spent == float("inf"):
-        monkeypatch.setitem(linear_choice.GROUPED_RECIPES, ("int8", "rowwise"), Spoiled(torch.int8))
+        monkeypatch.setitem(linear_choice.GROUPED_LOW_BIT, "int8", Spoiled(torch.int8))
     experts = ExpertsConfig(number=4, per_token=2, ffn_size=32)
     shape, said = SHAPE.model_copy(update={"experts": experts}), []
     found = choose(tmp_path / "linear.json", said, shape=shape, expert_parallel_size=ranks)
     assert (found.precision, found.keep_layers_below) == ("int8", below) and {*made} == {4 // ranks}
-    assert ("experts in int8 rowwise: the output is wrong" in said[1]) == (spent == float("inf"))
+    assert ("experts in int8: the output is wrong" in said[1]) == (spent == float("inf"))
     matmuls, how = matmuls_of(found, shape, tensor_parallel_size=1, device=CPU, dtype=torch.bfloat16)
     assert all(sorted(of_block) == taken for of_block in matmuls[:-1]) and ("included" in how) == ("experts" in taken)
 
@@ -320,7 +319,7 @@ def settled(
     asked: LinearConfig, before: Kept | None = None, *, device: torch.device = GPU, shape: ModelConfig = SHAPE,
     dtype: torch.dtype = torch.bfloat16, tp_size: int = 1,
 ) -> tuple[LinearConfig, str, list]:  # fmt: skip
-    """Settle linear layers where rowwise from 8,192 weights on is the fastest. Return also the reason and what was
+    """Settle linear layers where INT8 from 8,192 weights on is the fastest. Return also the reason and what was
     heard: the settings to choose from, and the lines printed."""
     heard, calls = [], RankCalls(tp_size, 1, False, 2, 16, device, dtype)
     how = {"kept": True, "compiled": False, "cache": Path("none"), "say": heard.append}
@@ -356,33 +355,30 @@ def test_without_a_choice_it_is_bf16_and_says_why(card) -> None:
 
 
 def test_a_run_that_continues_keeps_what_it_had(card) -> None:
-    found, why, heard = settled(AUTO, had(ROWWISE))
-    assert found == AUTO.model_copy(update=ROWWISE) and "as the run had it" in why and heard == []
-    wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
+    found, why, heard = settled(AUTO, had(CHOSEN))
+    assert found == AUTO.model_copy(update=CHOSEN) and "as the run had it" in why and heard == []
+    wide = {"precision": "bf16", "keep_layers_below": 0}
     found, why, heard = settled(AUTO, had(wide))
     assert found.precision == "bf16" and "as the run had it" in why and heard == []
-    assert settled(SIXTEEN_BITS, had(ROWWISE)) == (SIXTEEN_BITS, "", [])
-    # The recipe was stored under this name in earlier versions.
-    fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}
+    assert settled(SIXTEEN_BITS, had(CHOSEN)) == (SIXTEEN_BITS, "", [])
+    fp8 = {**CHOSEN, "precision": "fp8"}
     assert settled(AUTO, had(fp8))[0] == AUTO.model_copy(update=fp8)
 
 
 def test_named_keys_beside_auto_hold_when_a_run_continues(card) -> None:
-    """Named keys are another recipe and a larger keep_layers_below. A smaller keep_layers_below does not bring back
-    layers that were not worth it."""
+    """A smaller keep_layers_below does not bring back layers that were not worth it."""
     for named, expected in (
-        ({"recipe": "rowwise_bf16_wgrad"}, {"recipe": "rowwise_bf16_wgrad"}),
         ({"keep_layers_below": 10_000}, {"keep_layers_below": 10_000}),
         ({"keep_layers_below": 1}, {}),
     ):
-        found, why, heard = settled(AUTO.model_copy(update=named), had(ROWWISE))
-        assert found.model_dump(include={*ROWWISE}) == {**ROWWISE, **expected} and heard == []
+        found, why, heard = settled(AUTO.model_copy(update=named), had(CHOSEN))
+        assert found.model_dump(include={*CHOSEN}) == {**CHOSEN, **expected} and heard == []
         assert "as the run had it" in why
 
 
 def test_what_cannot_run_any_more_is_chosen_anew_and_said(card) -> None:
     card(8, 0)
-    found, why, said = settled(AUTO, had({**ROWWISE, "precision": "fp8"}))
+    found, why, said = settled(AUTO, had({**CHOSEN, "precision": "fp8"}))
     assert said[0].startswith(
         "linear.precision: what auto was so far cannot run here (linear.precision fp8 needs a GPU"
     )
@@ -390,25 +386,25 @@ def test_what_cannot_run_any_more_is_chosen_anew_and_said(card) -> None:
 
 
 def test_a_layer_with_odd_sides_at_a_new_tp_size_is_left_out(card) -> None:
-    every = {**ROWWISE, "keep_layers_below": 0}
+    every = {**CHOSEN, "keep_layers_below": 0}
     found, why, (said,) = settled(AUTO, had(every), tp_size=4)
     assert found.precision == "int8" and "as the run had it" in why
     assert said.endswith("at tensor_parallel_size 4 qkv, out, so far, at 1, qkv, out, gate_up, down")
 
 
 def test_a_new_tp_size_that_leaves_no_layer_is_decided_anew(card) -> None:
-    found, why, (said,) = settled(AUTO, had(ROWWISE), tp_size=16)
+    found, why, (said,) = settled(AUTO, had(CHOSEN), tp_size=16)
     sides = "all have sides that are no multiples of 16 (qkv 4 and 8, out 8, gate_up 6, down 6)"
     assert f"what auto was so far cannot run here ({sides}): decided anew" in said
     assert found.precision == "bf16" and why == f"auto: {sides}"
 
 
-@pytest.mark.parametrize("asked", [AUTO, LinearConfig(**ROWWISE)])
+@pytest.mark.parametrize("asked", [AUTO, LinearConfig(**CHOSEN)])
 def test_layers_too_small_at_a_new_tp_size_are_named(asked, card) -> None:
-    found, _, heard = settled(asked, had(ROWWISE), tp_size=2)
-    assert found.model_dump(include={*ROWWISE}) == ROWWISE
+    found, _, heard = settled(asked, had(CHOSEN), tp_size=2)
+    assert found.model_dump(include={*CHOSEN}) == CHOSEN
     assert heard == [
         "a rank's sizes decide which linear layers are in 8 bits (linear.keep_layers_below 8,192, sides of multiples "
         "of 16): at tensor_parallel_size 2 qkv, so far, at 1, qkv, out, gate_up"
     ]
-    assert settled(asked, had({**ROWWISE, "keep_layers_below": 0}), tp_size=2)[2][1:] == []
+    assert settled(asked, had({**CHOSEN, "keep_layers_below": 0}), tp_size=2)[2][1:] == []

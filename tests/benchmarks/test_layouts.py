@@ -132,14 +132,14 @@ def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path)
 
 def test_a_layout_names_its_micro_batch_and_its_arithmetic(corpus: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", training={"dtype": "bf16"})
-    layout = Layout.parse("dp2-m2-full-noqk-fp8-tensorwise-scores")
+    layout = Layout.parse("dp2-m2-full-noqk-fp8-scores")
     cfg = load_config(config, layout.settings(load_config(config), tmp_path, 4, tokens=1024))
     assert (cfg.data.micro_batch_size, cfg.training.activation_checkpointing) == (2, "full")
-    assert (cfg.linear.precision, cfg.linear.recipe) == ("fp8", "tensorwise")
+    assert cfg.linear.precision == "fp8"
     assert (cfg.attention.backend, cfg.attention.recipe, cfg.attention.qk_norm) == ("sage", "scores", "none")
     assert [stage.tokens for stage in cfg.tokens_per_step.stages] == [2 * 2 * 2 * 32, 1024]
     parse = Layout.parse
-    assert layout.arithmetic == parse("tp2-scores-fp8-tensorwise-noqk-sp").arithmetic != parse("tp2-fp8").arithmetic
+    assert layout.arithmetic == parse("tp2-scores-fp8-noqk-sp").arithmetic != parse("tp2-fp8").arithmetic
 
 
 @pytest.mark.parametrize(("losses", "tokens", "said"), [

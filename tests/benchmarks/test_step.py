@@ -32,15 +32,15 @@ def program(monkeypatch: pytest.MonkeyPatch) -> dict:
 
 
 def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: pytest.CaptureFixture) -> None:
-    program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise,sdpa+fp8:rowwise:9000+fp8"])
+    program["main"]([*TINY, "--ours", "sdpa,scores,scores+int8,sdpa+fp8:9000+fp8"])
     text = capsys.readouterr().out
     assert "2 micro-batches of 2 x 64 tokens, 2 key heads, whole sequences; attention of plain PyTorch: SDPA" in text
     timed = re.findall(r"^(.+?) +[\d.]+ ms +\d+ tokens/s  MFU -", text, re.MULTILINE)
     assert timed == [
         "sagetrain sdpa",
         "sagetrain scores",
-        "sagetrain scores+fp8:tensorwise",
-        "sagetrain sdpa+fp8:rowwise:9000+fp8",
+        "sagetrain scores+int8",
+        "sagetrain sdpa+fp8:9000+fp8",
         "plain",
     ]
     for recipe in ("tensorwise", "rowwise"):
@@ -84,11 +84,11 @@ def test_attention_within_documents_is_timed_with_few_key_heads(program: dict, c
             "foo: 'foo' is no attention; there are sdpa, flash, sage, reference, fine, paper, scores",
         ),
         (
-            ["--ours", "scores+fp8"],
-            "linear layers, of fp8:tensorwise, fp8:rowwise, fp8:rowwise_bf16_wgrad, int8:rowwise",
+            ["--ours", "scores+fp4"],
+            "linear layers, in fp8 or int8, and :WEIGHTS",
         ),
-        (["--ours", "scores+fp8:rowwise:8M"], ":WEIGHTS, below which"),
-        (["--ours", "scores+fp8:rowwise+fp4"], "the output projection is in fp8 or int8"),
+        (["--ours", "scores+fp8:8M"], ":WEIGHTS, below which"),
+        (["--ours", "scores+fp8+fp4"], "the output projection is in fp8 or int8"),
         (["--peers", "bf16,fp8"], "fp8: linear layers of plain PyTorch are bf16, tensorwise, rowwise"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest
 def test_rows_in_16_bits_have_a_tolerance_of_their_own(program: dict, monkeypatch) -> None:
     """A row in 16 bits is compared with a row in 8 bits by the tolerance of 8 bits, whichever is named first."""
     monkeypatch.setitem(program["TOLERANCE"], False, 1e-9)
-    for ours in ("sdpa,sdpa+fp8:tensorwise", "sdpa+fp8:tensorwise,sdpa"):
+    for ours in ("sdpa,sdpa+fp8", "sdpa+fp8,sdpa"):
         program["main"]([*TINY, "--ours", ours, "--peers", ""])
     with pytest.raises(SystemExit, match=r"more than 0\.0000"):
         program["main"]([*TINY, "--ours", "sdpa,scores", "--peers", ""])

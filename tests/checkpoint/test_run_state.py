@@ -52,7 +52,7 @@ OF_A_RUN = {
     },
     "engine": "fsdp",
     "attention": {"backend": "sage", "recipe": "fine"},
-    "linear": {"precision": "int8", "recipe": "rowwise", "keep_layers_below": 8192},
+    "linear": {"precision": "int8", "keep_layers_below": 8192},
     "overlap": {"choice": "off", "layout": {"tensor_parallel_size": 2}},
     "files": {"tokenizer": "none", "data.train (checksums in .json)": "0011"},
     "guidance_overrides": ["lr_range"],
@@ -112,7 +112,7 @@ def test_a_state_of_before_some_keys_is_read() -> None:
     ({"identity": {**OF_A_RUN["identity"], "model": 7}}, r"state\.identity\.model: Input should be a valid dict"),
     ({"identity": {}, "tokens": None}, r"state\.tokens: missing; identity\.model: missing; identity\.attention"),
     ({"ledger": {"segments": [[0, "x", 1]]}}, r"state\.ledger\.segments\.0\.1: "),
-    ({"linear": {"precision": "int3", "recipe": "rowwise"}}, r"state\.linear\.precision: Input should be 'bf16'"),
+    ({"linear": {"precision": "int3"}}, r"state\.linear\.precision: Input should be 'bf16'"),
     ({"tokens": 208}, r"state\.tokens: 208 are not 12 sequences of 16 tokens"),
     ({"step": 4}, r"state\.ledger: has 3 steps over 12 samples, the training state says 4 steps over 12"),
     ({"tokens": 208, "sequences": 13}, r"state\.ledger: has 3 steps over 12 samples, .* says 3 steps over 13"),
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_damaged(tmp_path: Path) -> None:
 
 
 def test_the_written_state_does_not_change_during_training() -> None:
-    state = tiny.run_state(1, 64, controllers={"spikes": {"losses": [1.0]}}, linear=SettledLinear("bf16", "rowwise"))
+    state = tiny.run_state(1, 64, controllers={"spikes": {"losses": [1.0]}}, linear=SettledLinear("bf16"))
     tree = state.to_json()
     state.controllers["spikes"]["losses"].append(2.0)
     assert tree["controllers"] == {"spikes": {"losses": [1.0]}} and tree["linear"]["keep_layers_below"] == 0

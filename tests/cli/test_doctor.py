@@ -81,11 +81,11 @@ def test_attention_is_tried_with_the_heads_of_a_rank(monkeypatch: pytest.MonkeyP
 
 def test_matmuls_in_8_bits_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8, int8 = doctor._linear(torch.device("cpu"), SMALL, 1, "here")
-    assert fp8.verdict == "ok" and fp8.found.startswith("agree with float32: tensorwise, rowwise")
-    assert int8.verdict == "ok" and int8.found.startswith("agree with float32: rowwise, rowwise_bf16_wgrad")
+    assert fp8.verdict == "ok" and fp8.found.startswith("agree with float32")
+    assert int8.verdict == "ok" and int8.found.startswith("agree with float32")
     monkeypatch.setitem(linear_choice.LIMITS, "fp8", 1e-6)
     bad, good = doctor._linear(torch.device("cpu"), SMALL, 1, "here")
-    assert bad.verdict == "bad" and "qkv in fp8 rowwise: the output is wrong by 0.0" in bad.found
+    assert bad.verdict == "bad" and "qkv in fp8: the output is wrong by 0.0" in bad.found
     assert good.verdict == "ok"
 
 

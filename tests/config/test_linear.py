@@ -11,24 +11,18 @@ from sagetrain.config.schema import LinearConfig
 
 CASES = [
     # The columns are: sections, world size, rule, level, key, a part of the message, a part of the fix.
-    ({"linear": {"precision": "int8", "recipe": "tensorwise"}}, 1,
-     "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or"),
     ({"linear": {"precision": "int8"}}, 1,
      "linear_int8_costs_loss", "info", "linear.precision", "0.0003 ± 0.0002 nats per token above 16 bits", "sagetrain compare"),
     ({"linear": {"precision": "int8", "keep_last_fraction": 1e-9}}, 1,
      "no_effect", "warning", "linear.keep_last_fraction", "1e-09: has no effect with these tokens_per_step", "remove"),
     ({"linear": {"precision": "fp8"}}, 1,
      "linear_fp8_costs_loss", "info", "linear.precision", "ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits", "sagetrain compare"),
-    ({"linear": {"precision": "auto", "recipe": "tensorwise"}}, 1,
-     "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision auto", "linear.precision fp8"),
     ({"linear": {"precision": "auto", "keep_first_blocks": 2}}, 1,
      "linear_blocks", "error", "linear.keep_first_blocks", "none is left for linear.precision auto", "keep fewer"),
     ({"linear": {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 3}}, 1,
      "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer"),
     ({"linear": {"precision": "bf16", "keep_first_blocks": 1}}, 1,
      "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it"),
-    ({"linear": {"precision": "bf16", "recipe": "tensorwise"}}, 1,
-     "no_effect", "warning", "linear.recipe", "has no effect with linear.precision bf16", "remove it"),
     ({"linear": {"precision": "bf16", "keep_layers_below": 1}}, 1,
      "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it"),
     ({"linear": {"precision": "bf16", "keep_last_fraction": 0.1}}, 1,
@@ -43,8 +37,6 @@ CASES = [
      "linear_head_costs_loss", "info", "linear.head", "in loss was not measured yet", "sagetrain compare"),
     ({"linear": {"precision": "bf16", "head": "int8"}}, 1,
      "linear_head", "error", "linear.head", "not linear.precision bf16", "or linear.head bf16"),
-    ({"linear": {"precision": "int8", "recipe": "rowwise_bf16_wgrad", "head": "int8"}}, 1,
-     "linear_head", "error", "linear.head", "was not proven with linear.recipe rowwise_bf16_wgrad", "use linear.recipe rowwise"),
     ({"linear": {"precision": "int8", "head": "fp8", "keep_layers_below": 90_000}, "model": {"hidden_size": 264}}, 1,
      "linear_head", "error", "linear.head", "needs a model.hidden_size that is a multiple of 16, not 264", "use 256 or 272"),
     ({"linear": {"precision": "int8", "head": "fp8"}, "parallel": {"tensor_parallel_size": 16}}, 16,
@@ -59,8 +51,8 @@ CASES = [
      "linear_multiple", "error", "model.num_key_value_heads", "a side of 40 (1 x head_dim 40), which", "change head_dim, or linear.precision bf16"),
     ({"linear": {"precision": "auto"}, "model": {"ffn_hidden_size": 700}}, 1,
      "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704"),
-    ({"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}}, 1,
-     "no_effect", "warning", "linear.recipe", "with linear.precision auto and training.dtype fp32: no layer is in 8 bits", "remove it"),
+    ({"linear": {"precision": "auto", "keep_first_blocks": 1}, "training": {"dtype": "fp32"}}, 1,
+     "no_effect", "warning", "linear.keep_first_blocks", "with linear.precision auto and training.dtype fp32: no layer is in 8 bits", "remove it"),
     ({"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
      "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16"),
 ]  # fmt: skip
@@ -77,8 +69,8 @@ def test_findings(case):
     ("linear_int8_costs_loss", {}),
     ("no_effect", {"training": {"dtype": "fp32"}}),
     *(
-        (rule, {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}})
-        for rule in ("low_bit_linear_in_fp32", "linear_int8_costs_loss", "linear_recipe")
+        (rule, {"linear": {"precision": "auto"}, "training": {"dtype": "fp32"}})
+        for rule in ("low_bit_linear_in_fp32", "linear_int8_costs_loss")
     ),
 ])  # fmt: skip
 def test_what_does_no_harm_is_no_finding(rule, sections):

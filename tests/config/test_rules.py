@@ -94,8 +94,6 @@ CASES = [
      "experts_multiple_in_8_bits", "error", "linear.precision", '"int8": needs sides that are multiples of 16, and a rank\'s gate_up has one of 776', "use other sizes"),
     ({"model": {"experts": EXPERTS}, "linear": {"precision": "int8"}, "data": {"micro_batch_size": 256}, "tokens_per_step": {"schedule": "constant", "tokens": 2**18}}, 1,
      "experts_tokens_in_int8", "error", "data.micro_batch_size", "256: gives experts 262,144 tokens at a time", "linear.precision fp8"),
-    ({"model": {"experts": EXPERTS}, "linear": {"precision": "fp8", "recipe": "tensorwise"}}, 1,
-     "not_proven_with_experts", "error", "linear.recipe", '"tensorwise": was not proven', "use rowwise or rowwise_bf16_wgrad, or a dense"),
     ({"parallel": {"expert_parallel_size": 2}}, 2,
      "no_effect", "warning", "parallel.expert_parallel_size", "2: has no effect with a dense model", "remove it"),
     ({"model": {"experts": EXPERTS}, "parallel": {"expert_parallel_size": 2, "shard_size": 2}}, 4,

@@ -440,7 +440,7 @@ def test_checkpoints_of_one_engine_continue_in_the_other(continued, dtype: str) 
 
 # -- observers, and what is made of weights ----------------------------------------------------------------------------
 
-EIGHT = {"precision": "fp8", "recipe": "rowwise"}
+EIGHT = {"precision": "fp8"}
 SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "head_dim": 16, "num_key_value_heads": 4}
 
 

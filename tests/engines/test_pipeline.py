@@ -101,7 +101,7 @@ def steps_of(engine: Engine) -> list[dict[str, float]]:
 
 # INT8 attention and linear layers, whose errors are measured in every step.
 WIDE = {"num_attention_heads": 2}
-MEASURED = {"attention": {"backend": "sage", "recipe": "paper"}, "linear": {"precision": "int8", "recipe": "rowwise"}}
+MEASURED = {"attention": {"backend": "sage", "recipe": "paper"}, "linear": {"precision": "int8"}}
 # Runs that are compared with the same run in one process, where the others have one run in common.
 OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "PP 2 x gathered keys, windows, interleaved": (

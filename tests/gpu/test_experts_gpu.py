@@ -18,7 +18,7 @@ from sagekernels import grouped_casts
 from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
-from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_gated, grouped_matmul
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedMatmul, grouped_gated, grouped_matmul
 from sagekernels.testing import rel_l2
 from sagetrain.auto.linear_choice import time_experts
 from sagetrain.config.schema import ExpertsConfig
@@ -37,8 +37,8 @@ WAYS = {
     "float32": (torch.float32, GroupedMatmul(), 1e-5),
     "bfloat16": (torch.bfloat16, GroupedMatmul(), 0.01),
     **{
-        " ".join(recipe): (torch.bfloat16, matmul, {"int8": 0.04, "fp8": 0.1}[recipe[0]])
-        for recipe, matmul in GROUPED_RECIPES.items()
+        precision: (torch.bfloat16, matmul, {"int8": 0.04, "fp8": 0.1}[precision])
+        for precision, matmul in GROUPED_LOW_BIT.items()
     },
 }
 
@@ -116,7 +116,7 @@ def test_auto_times_experts_that_are_right():
     """Experts in 8 bits are judged by fp32 before they are timed."""
     experts = ExpertsConfig(number=8, per_token=TOP, ffn_size=INNER)
     how = {"tokens": 512, "kept": True, "compiled": False, "device": torch.device("cuda"), "dtype": torch.bfloat16}
-    ways = ["int8 rowwise"]  # Each compiles for ten seconds.
+    ways = ["int8"]  # Each compiles for ten seconds.
     times, refused = time_experts(experts, HIDDEN, ways, **how, seconds=partial(median_seconds, device="cuda"))
     assert not refused and times.keys() == {"bf16", *ways} and all(0 < value < 1 for value in times.values())
 
@@ -169,7 +169,7 @@ def test_flips_of_choices_are_counted() -> None:
     """A model in INT8 goes forward and backward once more in 16 bits, beside the 8-bit weights that it keeps."""
     experts = {"number": 16, "per_token": 4, "ffn_size": 128}
     shape = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 256, "num_attention_heads": 4, "experts": experts}
-    how = {"attention": {"backend": "sage", "recipe": "scores"}, "linear": {"precision": "int8", "recipe": "rowwise"}}
+    how = {"attention": {"backend": "sage", "recipe": "scores"}, "linear": {"precision": "int8"}}
     cfg, groups = tiny.config(1, "bf16", model=shape, **how), ParallelGroups(Topology(1, 1), 0)
     model = tiny.model(cfg, groups, device=torch.device("cuda"), partition=None)
     model.keep_weights()

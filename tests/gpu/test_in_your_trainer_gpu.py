@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from on_gpu import needs_gpu
 from sagekernels import convert, flash_attn_func, scaled_dot_product_attention
 from sagekernels.huggingface import register
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import LOW_BIT
 
 pytestmark = needs_gpu((8, 9))  # FP8 matmuls
 
@@ -30,17 +30,17 @@ def passes(layer: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), grad.to(y.dtype))
 
 
-@pytest.mark.parametrize(("precision", "recipe"), RECIPES)
+@pytest.mark.parametrize("precision", LOW_BIT)
 @pytest.mark.parametrize("masters", [torch.bfloat16, torch.float32], ids=str)
-def test_a_converted_layer_is_that_of_the_cpu(precision: str, recipe: str, masters: torch.dtype) -> None:
+def test_a_converted_layer_is_that_of_the_cpu(precision: str, masters: torch.dtype) -> None:
     """The results agree within the rounding of bfloat16, compiled and not, for a number of tokens that fills no tile.
 
     torch.compile fuses the cast to bfloat16 with the rounding to 8 bits and leaves the first one out, which moves
     three codes in a hundred. So the compiled layer gets numbers that bfloat16 holds.
     """
-    torch._dynamo.reset()  # The ten kinds of one layer are more than torch.compile keeps.
+    torch._dynamo.reset()  # The four kinds of one layer are more than torch.compile keeps.
     torch.manual_seed(0)
-    layer = convert(nn.Linear(512, 336, dtype=masters), lambda *_: True, precision=precision, recipe=recipe)
+    layer = convert(nn.Linear(512, 336, dtype=masters), lambda *_: True, precision=precision)
     x, grad = torch.randn(3, 101, 512), torch.randn(3, 101, 336)
     names = "y", "dx", *(name for name, _ in layer.named_parameters())
     for how in ("eager", "compiled"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernel_inputs import random_swiglu, swiglu_gradients_error
 from on_gpu import needs_gpu, poison
 from sagekernels.casts import NUMBERS, largest_twin, quantize_both
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import LOW_BIT
 from sagekernels.matmul import Matmul
 from sagekernels.swiglu import swiglu_gradients_triton, swiglu_gradients_twin, swiglu_triton
 from sagetrain.config.layer_specs import layers
@@ -57,7 +57,7 @@ def test_known_magnitudes_change_no_bit_of_a_cast() -> None:
             swiglu_gradients_triton(*random_swiglu(rows, columns, 1.0, torch.bfloat16, "cuda")),
         ):
             poison()
-            found, expected = quantize_both(x, number, True, largest), quantize_both(x, number, True)
+            found, expected = quantize_both(x, number, largest), quantize_both(x, number)
             for ours, theirs in zip(found, expected, strict=True):
                 assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
                 assert torch.equal(ours.scale, theirs.scale)
@@ -72,9 +72,7 @@ def test_what_is_not_finite_stays_so() -> None:
     assert torch.equal(found.isinf(), expected.isinf())
 
 
-@pytest.mark.parametrize("matmul", [
-    RECIPES["fp8", "rowwise"], pytest.param(RECIPES["fp8", "tensorwise"], marks=pytest.mark.long), Matmul(joined=True)
-])  # fmt: skip
+@pytest.mark.parametrize("matmul", [LOW_BIT["fp8"], Matmul(joined=True)])
 def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pytest.MonkeyPatch) -> None:
     """The MLP differs from plain torch only by roundings that fall the other way, and no kernel joins the gradients."""
 

@@ -15,7 +15,7 @@ from kernel_inputs import random_choices, router_results
 from sagekernels import grouped_casts, grouped_products, grouped_swiglu, router
 from sagekernels.casts import E4M3, INT8, quantize
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, PLAN_ROWS, TILE, combine, gather, plan_rows
-from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedLowBit, GroupedMatmul, grouped_gated, grouped_matmul
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedLowBit, GroupedMatmul, grouped_gated, grouped_matmul
 from sagekernels.grouped_swiglu import weighted_swiglu
 from sagekernels.router import ROUTER_GRADIENTS, ROUTER_LOGITS, router_logits
 from sagekernels.testing import rel_l2
@@ -75,14 +75,14 @@ def test_a_mixture_is_a_loop_over_experts(dtype, limit, truth):
         assert found.dtype == dtype and rel_l2(found, exact) < limit
 
 
-@pytest.mark.parametrize("recipe", GROUPED_RECIPES)
-def test_codes_err_by_their_rounding(recipe, truth):
+@pytest.mark.parametrize("precision", GROUPED_LOW_BIT)
+def test_codes_err_by_their_rounding(precision, truth):
     """The output, and all gradients. Weights in 8 bits that are kept change no bit."""
-    matmul = GROUPED_RECIPES[recipe]
+    matmul = GROUPED_LOW_BIT[precision]
     found = results(mlp, torch.float32, matmul)
     for ours, exact in zip(found, truth, strict=True):
-        assert 1e-3 < rel_l2(ours, exact) < LIMITS[recipe[0]]
-    assert rel_l2(found[4], truth[4]) < 0.9 * LIMITS[recipe[0]]
+        assert 1e-3 < rel_l2(ours, exact) < LIMITS[precision]
+    assert rel_l2(found[4], truth[4]) < 0.9 * LIMITS[precision]
 
     def kept(x, weights, gate_up, down, choices):  # type: ignore[no-untyped-def]
         rows, flat = plan_rows(choices, len(gate_up)), [weight.flatten(0, 1) for weight in (gate_up, down)]
@@ -94,10 +94,9 @@ def test_codes_err_by_their_rounding(recipe, truth):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("recipe", [("int8", "rowwise"), ("int8", "rowwise_bf16_wgrad")])
-def test_casts_know_the_largest_magnitudes_of_swiglu(recipe):
+def test_casts_know_the_largest_magnitudes_of_swiglu():
     """SwiGLU leaves them for the next product and for its own gradients. No bit depends on it."""
-    matmul, known = GROUPED_RECIPES[recipe], []
+    matmul, known = GROUPED_LOW_BIT["int8"], []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -112,7 +111,7 @@ def test_casts_know_the_largest_magnitudes_of_swiglu(recipe):
 
     with Watch():
         found = results(mlp, torch.bfloat16, matmul)
-    assert known == ([] if matmul.wide_weight_gradient else [False, True, False, True])  # x of both layers, their dY
+    assert known == [False, True, False, True]  # x of both layers, their dY
     for ours, theirs in zip(found, results(apart, torch.bfloat16), strict=True):
         assert torch.equal(ours, theirs)
     with torch.no_grad():
@@ -126,16 +125,16 @@ def test_recomputed_blocks_have_the_same_bits():
         made: Tensor = checkpoint(mlp, *arguments, use_reentrant=False)
         return made
 
-    for matmul in (None, GROUPED_RECIPES["int8", "rowwise"]):
+    for matmul in (None, GROUPED_LOW_BIT["int8"]):
         found = results(recomputed, torch.float32, matmul)
         for ours, theirs in zip(found, results(mlp, torch.float32, matmul), strict=True):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("recipe", [None, ("int8", "rowwise"), ("fp8", "rowwise_bf16_wgrad")])
-def test_torch_compile_makes_one_graph(recipe):
+@pytest.mark.parametrize("precision", [None, "int8", "fp8"])
+def test_torch_compile_makes_one_graph(precision):
     torch._dynamo.reset()
-    matmul = None if recipe is None else GROUPED_RECIPES[recipe]
+    matmul = None if precision is None else GROUPED_LOW_BIT[precision]
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
     for eager, graph in zip(results(mlp, torch.float32, matmul), results(compiled, torch.float32, matmul), strict=True):
         assert torch.equal(eager, graph)
@@ -143,7 +142,7 @@ def test_torch_compile_makes_one_graph(recipe):
 
 def test_results_do_not_depend_on_the_room():
     """Empty rows are zeros, forward and backward."""
-    for matmul in (GroupedMatmul(), GROUPED_RECIPES["int8", "rowwise"]):
+    for matmul in (GroupedMatmul(), GROUPED_LOW_BIT["int8"]):
         exact = results(mlp, torch.float32, matmul)
         for room in (sum(LOADS), 1000):
             for ours, theirs in zip(exact, results(mlp, torch.float32, matmul, room), strict=True):
@@ -231,7 +230,7 @@ def test_casts_are_those_of_each_experts_matrix(number):
     for ours, theirs in zip(gathered[:2], (codes, scale), strict=True):
         assert torch.equal(ours[: sum(LOADS)].float(), theirs[: sum(LOADS)].float())
     assert all(torch.equal(*pair) for pair in zip(gathered[2:], (turned, turned_scale), strict=True))
-    for found, expected in zip((codes, scale), quantize(of_rows, number, True), strict=True):
+    for found, expected in zip((codes, scale), quantize(of_rows, number), strict=True):
         assert torch.equal(found.float(), expected.float())
     own = grouped_casts.row_casts(of_rows, rows, number, False)
     assert torch.equal(own[0].float(), codes.float()) and torch.equal(own[1], scale)
@@ -240,7 +239,7 @@ def test_casts_are_those_of_each_experts_matrix(number):
         mine = turned[:, TILE * rows.first[expert] : TILE * rows.first[expert + 1]].float()
         assert not mine[:, end - begin :].any()
         if end > begin:
-            expected = quantize(of_rows[begin:end].t(), number, True)
+            expected = quantize(of_rows[begin:end].t(), number)
             assert torch.equal(mine[:, : end - begin], expected.codes.float())
             assert torch.equal(turned_scale[expert], expected.scale[:, 0])
     weight = normal(8, 3, 24, 16)
@@ -251,7 +250,7 @@ def test_casts_are_those_of_each_experts_matrix(number):
             (codes[expert], scale[expert], weight[expert]),
             (turned[expert, :, :24], turned_scale[expert], weight[expert].t()),
         ):
-            expected = quantize(whole, number, True)
+            expected = quantize(whole, number)
             assert torch.equal(found.float(), expected.codes.float()) and torch.equal(of_codes, expected.scale[:, 0])
 
 

@@ -112,9 +112,9 @@ def test_casts_compile(architecture, number, apart, tmp_path):
     kernel = grouped_casts._grouped_largest_kernel
     made = compiled(kernel, architecture, {**shared, **tile, "NARROW": True}, types, num_warps=casts.LARGEST_WARPS)
     assert "max.s16" in made.asm["ptx"]
-    constants = {**shared, "ROWS": casts.ROUND_ROWS[True], "COLUMNS": casts.ROUND_COLUMNS, "NUMBER": number}
+    constants = {**shared, "ROWS": casts.ROUND_ROWS, "COLUMNS": casts.ROUND_COLUMNS, "NUMBER": number}
     kernel, options = grouped_casts._grouped_round_kernel, {"enable_fp_fusion": casts.FUSION}
-    made = compiled(kernel, architecture, constants, types, num_warps=casts.ROUND_WARPS[True], **options)
+    made = compiled(kernel, architecture, constants, types, num_warps=casts.ROUND_WARPS, **options)
     assert "ld.shared" in made.asm["ptx"] and "ld.shared.b8" not in made.asm["ptx"]
     assert number != "int8" or "fma" not in made.asm["ptx"]
     assert stack(made, tmp_path) == 0

@@ -57,7 +57,6 @@ def emulated(
     dtype: torch.dtype,
     cluster: int,
     *,
-    per_row: bool = True,
     clusters: int = 2,
     crowded: bool = True,
     **options: int,
@@ -66,12 +65,12 @@ def emulated(
     rows, columns, inner = sizes
     draw = torch.Generator().manual_seed(rows)
     a, b = (torch.randint(-127, 128, (n, inner), dtype=torch.int8, generator=draw) for n in (rows, columns))
-    a_scale, b_scale = (torch.exp2(3 * torch.randn(n if per_row else 1, 1, generator=draw)) for n in (rows, columns))
+    a_scale, b_scale = (torch.exp2(3 * torch.randn(n, 1, generator=draw)) for n in (rows, columns))
     out = torch.full((rows, columns), torch.nan, dtype=dtype)
     said = kernels(dtype, cluster)(
         cluster * clusters, 128 * (CONSUMERS + 1), tensor_map(a[None], (1, BLOCK_M, BLOCK_K)),
         tensor_map(b[None], (1, BLOCK_N // cluster, BLOCK_K)),
-        tensor_map(out[None, None], (1, 1, 64, 128 // dtype.itemsize)), a_scale, b_scale, int(per_row), int(per_row),
+        tensor_map(out[None, None], (1, 1, 64, 128 // dtype.itemsize)), a_scale, b_scale,
         rows, columns, inner, 2, torch.zeros(1, dtype=torch.int32) if crowded else None,
         resident=cluster * clusters, **options,
     )  # fmt: skip
@@ -79,18 +78,18 @@ def emulated(
     return out, ((a.double() @ b.double().t()).float() * a_scale * b_scale.t()).to(dtype)
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "cluster", "per_row"), [
-    ((130, 272, 144), torch.bfloat16, 1, True),
-    ((300, 272, 784), torch.bfloat16, 2, True),
-    ((1, 16, 16), torch.float16, 2, False),
-    ((300, 32, 784), torch.float32, 2, True),
+@pytest.mark.parametrize(("sizes", "dtype", "cluster"), [
+    ((130, 272, 144), torch.bfloat16, 1),
+    ((300, 272, 784), torch.bfloat16, 2),
+    ((1, 16, 16), torch.float16, 2),
+    ((300, 32, 784), torch.float32, 2),
 ])  # fmt: skip
 def test_products_have_the_bits_of_torch(
-    kernels: Callable[..., Emulated], sizes: tuple[int, int, int], dtype: torch.dtype, cluster: int, per_row: bool
+    kernels: Callable[..., Emulated], sizes: tuple[int, int, int], dtype: torch.dtype, cluster: int
 ) -> None:
     """Sizes fill no tile, and a block has several tiles or none."""
     for crowded in (True, False):
-        found, expected = emulated(kernels, sizes, dtype, cluster, per_row=per_row, crowded=crowded)
+        found, expected = emulated(kernels, sizes, dtype, cluster, crowded=crowded)
         assert torch.equal(found, expected)
 
 

@@ -19,11 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 import sagekernels
 from sagekernels import Linear8bit, convert
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import LOW_BIT
 
 ERRORS = {"int8": 0.02, "fp8": 0.08}
-"""Relative errors of products of normal numbers in 8 bits: about 0.012 for INT8 by rows, 0.04 for two of e4m3, 0.06 for
-e4m3 and e5m2."""
+"""Relative errors of products of normal numbers in 8 bits: about 0.012 for INT8 by rows, 0.04 for e4m3."""
 
 
 class Block(nn.Module):
@@ -82,11 +81,11 @@ def error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize(("precision", "recipe"), RECIPES)
+@pytest.mark.parametrize("precision", LOW_BIT)
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_are_those_of_a_linear_layer(precision: str, recipe: str, bias: bool) -> None:
+def test_values_and_gradients_are_those_of_a_linear_layer(precision: str, bias: bool) -> None:
     torch.manual_seed(0)
-    layer = Linear8bit(48, 32, bias, precision=precision, recipe=recipe)
+    layer = Linear8bit(48, 32, bias, precision=precision)
     exact = nn.Linear(48, 32, bias).double()
     layer.load_state_dict(exact.state_dict())
     x = torch.randn(3, 5, 48, requires_grad=True)
@@ -98,8 +97,7 @@ def test_values_and_gradients_are_those_of_a_linear_layer(precision: str, recipe
     wanted.backward(grad.double())
     limit = ERRORS[precision]
     assert 0 < error(found, wanted.detach()) < limit and 0 < error(x.grad, x64.grad) < limit
-    of_weight = error(layer.weight.grad, exact.weight.grad)
-    assert of_weight < 1e-6 if recipe == "rowwise_bf16_wgrad" else 0 < of_weight < limit
+    assert 0 < error(layer.weight.grad, exact.weight.grad) < limit
     if bias:
         torch.testing.assert_close(layer.bias.grad, exact.bias.grad.float())
 
@@ -167,10 +165,10 @@ def test_convert_takes_the_blocks_and_leaves_their_parameters() -> None:
 def test_convert_asks_the_filter_and_may_be_called_again() -> None:
     model = convert(decoder(), lambda layer, name: name.endswith("down"), precision="fp8")
     kinds = {name: repr(layer) for name, layer in model.named_modules() if isinstance(layer, Linear8bit)}
-    assert kinds.keys() == {"blocks.0.down", "blocks.1.down"} and all("fp8 rowwise" in text for text in kinds.values())
-    convert(model, lambda layer, name: True, recipe="rowwise_bf16_wgrad")
-    assert "int8 rowwise_bf16_wgrad" in repr(model.blocks[0].down) and isinstance(model.head, Linear8bit)
-    assert "int8 rowwise_bf16_wgrad" in repr(pickle.loads(pickle.dumps(model)).head)
+    assert kinds.keys() == {"blocks.0.down", "blocks.1.down"} and all("fp8" in text for text in kinds.values())
+    convert(model, lambda layer, name: True)
+    assert "int8" in repr(model.blocks[0].down) and isinstance(model.head, Linear8bit)
+    assert "int8" in repr(pickle.loads(pickle.dumps(model)).head)
     (alone,) = [convert(nn.Linear(16, 16), lambda layer, name: name == "")]
     assert isinstance(alone, Linear8bit)
 

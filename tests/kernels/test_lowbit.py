@@ -9,18 +9,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import run_distributed
-from sagekernels.casts import E4M3, E5M2, INT8, QUANTIZE_BOTH, Rounded, quantize
-from sagekernels.lowbit import RECIPES, LowBit, library_product, product
+from sagekernels.casts import E4M3, INT8, QUANTIZE_BOTH, Rounded, quantize
+from sagekernels.lowbit import LOW_BIT, LowBit, library_product, product
 from sagekernels.matmul import linear
 from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 IN, OUTS = 48, (64, 16, 32)
-FORMATS = {E4M3: (2**-4, 2**-9), E5M2: (2**-3, 2**-16)}
-"""Half a step of the mantissa relative to the value, and the least subnormal number."""
 
-every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+every_precision = pytest.mark.parametrize("name", LOW_BIT)
+every_number = pytest.mark.parametrize("number", [E4M3, INT8], ids=str)
 
 
 def _random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,19 +31,18 @@ def _random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return x.to(dtype)
 
 
-def _largest(x: Tensor, per_row: bool) -> Tensor:
-    return x.abs().amax(-1, keepdim=True) if per_row else x.abs().amax()
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True)
 
 
-def _rounding(x: Tensor, number: torch.dtype, per_row: bool) -> Tensor:
+def _rounding(x: Tensor, number: torch.dtype) -> Tensor:
     """Return the largest change of each element by rounding (float64). For FP8 it is half a step of the mantissa or,
-    among the subnormals, half the least of them, at a scale of less than 2 largest / limit. For INT8 it is half of 127
-    equal steps."""
+    among the subnormals, half the least of them (2^-9), at a scale of less than 2 largest / limit. For INT8 it is half
+    of 127 equal steps."""
     x = x.double()
     if number == INT8:
-        return _largest(x, per_row) / 254 * (1 + 1e-6) + torch.zeros_like(x)
-    relative, least = FORMATS[number]
-    return relative * x.abs() + least * _largest(x, per_row) / torch.finfo(number).max
+        return _largest(x) / 254 * (1 + 1e-6) + torch.zeros_like(x)
+    return 2**-4 * x.abs() + 2**-9 * _largest(x) / torch.finfo(number).max
 
 
 def _bound(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> Tensor:
@@ -66,68 +64,63 @@ def _assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
 # -- codes and scales --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
-@pytest.mark.parametrize("per_row", [True, False])
+@every_number
 @pytest.mark.parametrize("magnitude", [1e-32, 1e-12, 1.0, 1e30])
-def test_codes_are_close_at_any_magnitude(number: torch.dtype, per_row: bool, magnitude: float) -> None:
+def test_codes_are_close_at_any_magnitude(number: torch.dtype, magnitude: float) -> None:
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)) * magnitude
-    codes, scale = quantize(x, number, per_row)
+    codes, scale = quantize(x, number)
     assert codes.dtype == number and codes.is_contiguous() and scale.dtype == torch.float32
-    assert scale.shape == ((8, 1) if per_row else (1, 1))
+    assert scale.shape == (8, 1)
     error = (codes.double() * scale - x).abs()
-    assert (error <= _rounding(x, number, per_row)).all()
+    assert (error <= _rounding(x, number)).all()
     limit = 127 if number == INT8 else torch.finfo(number).max
-    assert (_largest(codes.double(), per_row) >= limit / 2).all()  # The codes use the range.
+    assert (_largest(codes.double()) >= limit / 2).all()  # The codes use the range.
     if number != INT8:
         mantissa, _ = torch.frexp(scale)
         assert (mantissa == 0.5).all()  # The scale is a power of two.
 
 
-@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@every_number
 def test_no_value_is_rounded_out_of_the_range(number: torch.dtype) -> None:
     """The largest magnitudes lie around those at which the scale changes, where a division by them rounds."""
     limit = 127.0 if number == INT8 else torch.finfo(number).max
     at = torch.tensor([limit * 2.0**k for k in (-100, -3, 0, 5, 100 if number == INT8 else 90)])
     near = [at, at.nextafter(torch.tensor(0.0)), at.nextafter(torch.tensor(torch.inf))]
     x = torch.cat(near)[:, None]
-    codes, scale = quantize(x, number, True)
+    codes, scale = quantize(x, number)
     assert codes.float().isfinite().all()
-    assert ((codes.double() * scale - x).abs() <= _rounding(x, number, True)).all()
+    assert ((codes.double() * scale - x).abs() <= _rounding(x, number)).all()
 
 
-@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
-@pytest.mark.parametrize("per_row", [True, False])
-def test_zeros_stay_zeros(number: torch.dtype, per_row: bool) -> None:
+@every_number
+def test_zeros_stay_zeros(number: torch.dtype) -> None:
     """Numbers close to zero become zero or stay close to it."""
     for value in (0.0, 1e-40, 1e-37):
-        codes, scale = quantize(torch.full((4, 16), value, dtype=torch.bfloat16), number, per_row)
+        codes, scale = quantize(torch.full((4, 16), value, dtype=torch.bfloat16), number)
         assert ((codes.double() * scale - value).abs() <= min(value, 2**-126)).all()
         assert scale.isfinite().all()
 
 
-@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@every_number
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_not_hidden(number: torch.dtype, bad: float) -> None:
-    """A value that is not finite spoils everything that shares its scale, and no more."""
+    """A value that is not finite spoils its row, and no more."""
     x = torch.ones(3, 16)
     x[1, 5] = bad
-    b = quantize(torch.ones(2, 16), number, True)
-    assert product(quantize(x, number, False), b, torch.float32).isnan().all()
-    rows = product(quantize(x, number, True), b, torch.float32)
+    b = quantize(torch.ones(2, 16), number)
+    rows = product(quantize(x, number), b, torch.float32)
     assert rows[1].isnan().all()
     assert rows[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("per_row", [True, False])
-@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@every_number
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torchs_kernels_multiply_as_the_twin(number: torch.dtype, per_row: bool, dtype: torch.dtype) -> None:
+def test_torchs_kernels_multiply_as_the_twin(number: torch.dtype, dtype: torch.dtype) -> None:
     """The kernels are those of the CPU, which take the same layouts and scales. tests/gpu has those of a GPU."""
-    other = E4M3 if number == E5M2 else number
-    a, b = quantize(_random(1, 33, 64), number, per_row), quantize(_random(2, 48, 64), other, per_row)
+    a, b = (quantize(_random(seed, rows, 64), number) for seed, rows in ((1, 33), (2, 48)))
     truth = product(a, b, torch.float64)
     magnitudes = product(_positive(a), _positive(b), torch.float64)
-    found = library_product(a, b, dtype, fast_accumulation=True)
+    found = library_product(a, b, dtype)
     assert found.dtype == dtype
     error = (found.double() - truth).abs() - torch.finfo(dtype).eps * truth.abs()
     assert (error <= 64 * torch.finfo(torch.float32).eps * magnitudes).all()
@@ -137,20 +130,20 @@ def _positive(x: Rounded) -> Rounded:
     return Rounded(x.codes.double().abs(), x.scale)
 
 
-@pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+@every_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_packed_activation_is_rounded_as_the_layer_rounds_it(name: tuple[str, str], dtype: torch.dtype) -> None:
-    """FP8 takes a byte a column and 16 a row, and the layer makes the codes of x itself from it. An x that is
-    multiplied in 16 bits, or has other grids along the tokens (INT8), travels whole."""
-    matmul, x = RECIPES[name], torch.cat([_random(1, 40, 64) * scale for scale in (1e-30, 1.0, 1e30)]).to(dtype)
+def test_a_packed_activation_is_rounded_as_the_layer_rounds_it(name: str, dtype: torch.dtype) -> None:
+    """FP8 takes a byte a column and 16 a row, and the layer makes the codes of x itself from it. INT8, which
+    has other grids along the tokens, travels whole."""
+    matmul, x = LOW_BIT[name], torch.cat([_random(1, 40, 64) * scale for scale in (1e-30, 1.0, 1e30)]).to(dtype)
     packed = matmul.pack(x)
-    if name in (("fp8", "tensorwise"), ("fp8", "rowwise")):
+    if name == "fp8":
         assert (packed.dtype, packed.shape) == (torch.uint8, (120, 64 + 16))
         found = matmul.unpack(packed, dtype)
         assert found.dtype == dtype
-        codes, scale = quantize(x, E4M3, True)
+        codes, scale = quantize(x, E4M3)
         assert torch.equal(found.double(), codes.double() * scale)
-        again = quantize(found, E4M3, True)
+        again = quantize(found, E4M3)
         assert torch.equal(again.codes.double() * again.scale, codes.double() * scale)
         x[7, 3], x[50, 0] = torch.nan, torch.inf
         found = matmul.unpack(matmul.pack(x), dtype)
@@ -161,24 +154,17 @@ def test_a_packed_activation_is_rounded_as_the_layer_rounds_it(name: tuple[str, 
         assert matmul.unpack(packed, dtype) is x
 
 
-@pytest.mark.parametrize(("name", "formats", "scales"), [
-    (("fp8", "tensorwise"), [E4M3, E4M3, E4M3, E4M3, E5M2, E5M2], 1), (("fp8", "rowwise"), [E4M3] * 6, 0),
-    (("fp8", "rowwise_bf16_wgrad"), [E4M3, torch.bfloat16, E4M3, E4M3, E4M3, torch.bfloat16], 0),
-    (("int8", "rowwise"), [INT8] * 6, 0),
-    (("int8", "rowwise_bf16_wgrad"), [INT8, torch.bfloat16, INT8, INT8, INT8, torch.bfloat16], 0),
-])  # fmt: skip
-def test_recipes_are_as_documented(name: tuple[str, str], formats: list, scales: int) -> None:
-    """docs/low-bit-linear.md lists the formats: x for the output and for the gradient of W, W as it lies and
-    transposed, and dY for the gradients of x and of W. There is one scale for each row (0: as many as rows), or one for
-    all."""
-    matmul = RECIPES[name]
+@every_precision
+def test_formats_are_as_documented(name: str) -> None:
+    """docs/low-bit-linear.md: x, W as it lies and transposed, and dY have one format, and a scale for each row."""
+    matmul = LOW_BIT[name]
     x, weight, grad = (_random(seed, 32, 16, dtype=torch.bfloat16) for seed in range(3))
     operand, saved = matmul.read(x)
     kept, prepared = matmul.keep([weight]), matmul.prepare([grad])
     found = [operand, saved, kept[:2], kept[2:], prepared[:2], prepared[2:]]
-    assert [part[0].dtype for part in found] == formats
-    assert all(len(part[1]) == (scales or len(part[0])) for part in found if len(part) == 2)
-    assert matmul.operand(x)[0].dtype == formats[0]
+    assert {part[0].dtype for part in found} == {E4M3 if name == "fp8" else INT8}
+    assert all(len(part[1]) == len(part[0]) for part in found)
+    assert matmul.operand(x)[0].dtype == operand[0].dtype
 
 
 # -- the three products ------------------------------------------------------------------------------------------
@@ -192,14 +178,14 @@ def _products(matmul: LowBit, x: Tensor, weights: list[Tensor], grads: list[Tens
     return torch.cat(outputs, 1).detach(), grad_x, torch.cat(grad_weights)
 
 
-@every_recipe
+@every_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [64, 37])
 @pytest.mark.parametrize("scales", [(1, 1, 1), (1e4, 1e-2, 1e-12), (1e12, 1, 1e-30), (1e-30, 1e3, 1e20)], ids=str)
 def test_products_are_within_the_rounding_of_their_operands(
-    name: tuple[str, str], dtype: torch.dtype, tokens: int, scales: tuple[float, float, float]
+    name: str, dtype: torch.dtype, tokens: int, scales: tuple[float, float, float]
 ) -> None:
-    matmul = RECIPES[name]
+    matmul = LOW_BIT[name]
     of_x, of_w, of_grad = scales
     x, grads = of_x * _random(1, tokens, IN, dtype=dtype), [of_grad * _random(5, tokens, n, dtype=dtype) for n in OUTS]
     weights = [of_w * _random(2 + i, n, IN, dtype=dtype) for i, n in enumerate(OUTS)]
@@ -207,7 +193,7 @@ def test_products_are_within_the_rounding_of_their_operands(
     output, grad_x, grad_weight = _products(matmul, x, weights, grads)
 
     def operand(value: Tensor, number: torch.dtype) -> tuple[Tensor, Tensor]:
-        return value, _rounding(value, number, matmul.per_row)
+        return value, _rounding(value, number)
 
     def check(actual: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
         assert actual.dtype == dtype
@@ -219,16 +205,13 @@ def test_products_are_within_the_rounding_of_their_operands(
 
     check(output, operand(x, matmul.number), operand(weight, matmul.number))
     check(grad_x, operand(grad, matmul.gradient), operand(weight.t(), matmul.number))
-    if matmul.wide_weight_gradient:
-        assert torch.equal(grad_weight, grad.t() @ x)
-    else:
-        check(grad_weight, operand(grad.t(), matmul.gradient), operand(x.t(), matmul.number))
+    check(grad_weight, operand(grad.t(), matmul.gradient), operand(x.t(), matmul.number))
 
 
-@every_recipe
-def test_strides_do_not_matter(name: tuple[str, str]) -> None:
+@every_precision
+def test_strides_do_not_matter(name: str) -> None:
     """x, weights and gradients have strides. The gradient of a sum has strides of 0."""
-    matmul = RECIPES[name]
+    matmul = LOW_BIT[name]
     x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), torch.ones(())
     plain = _products(matmul, x, [weight], [grad.expand(21, 64).contiguous()])
     strided = [torch.empty(IN, 2 * n)[:, ::2].copy_(part.t()).t() for n, part in ((21, x), (64, weight))]
@@ -236,9 +219,9 @@ def test_strides_do_not_matter(name: tuple[str, str]) -> None:
         assert torch.equal(part, other)
 
 
-@every_recipe
-def test_what_was_in_a_result_does_not_matter(name: tuple[str, str]) -> None:
-    matmul = RECIPES[name]
+@every_precision
+def test_what_was_in_a_result_does_not_matter(name: str) -> None:
+    matmul = LOW_BIT[name]
     x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), _random(3, 21, 64)
     _, grad_x, grad_weight = _products(matmul, x, [weight], [grad])
     out = torch.full_like(x, torch.nan)
@@ -260,24 +243,24 @@ class Cast(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@every_recipe
-def test_without_gradients_nothing_is_cast_for_them(name: tuple[str, str]) -> None:
-    matmul = RECIPES[name]
+@every_precision
+def test_without_gradients_nothing_is_cast_for_them(name: str) -> None:
+    matmul = LOW_BIT[name]
     x, weight = _random(1, 21, IN), _random(2, 64, IN).requires_grad_()
     with Cast() as cast:
         (expected,) = linear(x, [weight], matmul)
-    assert cast.count == (not matmul.wide_weight_gradient)
+    assert cast.count == 1
     with Cast() as cast, torch.no_grad():
         (found,) = linear(x, [weight], matmul)
     assert cast.count == 0
     assert torch.equal(found, expected)
 
 
-@every_recipe
+@every_precision
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_products_of_what_is_not_finite_are_not_finite(name: tuple[str, str], bad: float) -> None:
+def test_products_of_what_is_not_finite_are_not_finite(name: str, bad: float) -> None:
     """The loss or the gradient norm must show that a step overflowed."""
-    matmul = RECIPES[name]
+    matmul = LOW_BIT[name]
     x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), _random(3, 21, 64)
     for operand in (x, weight, grad):
         clean = operand[3, 4].clone()
@@ -288,14 +271,14 @@ def test_products_of_what_is_not_finite_are_not_finite(name: tuple[str, str], ba
         operand[3, 4] = clean
 
 
-@every_recipe
-def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) -> None:
+@every_precision
+def test_kept_weights_multiply_as_the_weights_themselves(name: str) -> None:
     """Results are equal bit for bit, eager and compiled, with one graph for all layers and one for evaluation. The kept
     weights are written anew when asked to."""
     torch._dynamo.reset()
     groups, sizes = ParallelGroups.single(), {"a": 64, "c": 32}
     layers = torch.nn.ModuleList(
-        ColumnParallelLinear(IN, sizes, groups, matmul=RECIPES[name], dtype=torch.float32) for _ in range(3)
+        ColumnParallelLinear(IN, sizes, groups, matmul=LOW_BIT[name], dtype=torch.float32) for _ in range(3)
     )
     x, g = _random(1, 20, IN), _random(2, 20, 96)
     compiled = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
@@ -319,11 +302,11 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-@every_recipe
-def test_weights_that_are_kept_are_not_rounded_again(name: tuple[str, str]) -> None:
+@every_precision
+def test_weights_that_are_kept_are_not_rounded_again(name: str) -> None:
     """In every micro-batch of a step, forward and backward do not read the parameters."""
     layer = ColumnParallelLinear(
-        IN, {"a": 64, "c": 32}, ParallelGroups.single(), matmul=RECIPES[name], dtype=torch.float32
+        IN, {"a": 64, "c": 32}, ParallelGroups.single(), matmul=LOW_BIT[name], dtype=torch.float32
     )
     for j, weight in enumerate(layer.parameters()):
         weight.data.copy_(_random(10 + j, *weight.shape))
@@ -341,7 +324,7 @@ def test_weights_that_are_kept_are_not_rounded_again(name: tuple[str, str]) -> N
 
 
 class Whole(LowBit):
-    """A recipe that gathers the gradient as it is and rounds it afterwards."""
+    """Products that gather the gradient as it is and round it afterwards."""
 
     gradient_travels = False
 
@@ -364,11 +347,11 @@ def _even(seed: int, rows: int, columns: int) -> Tensor:
     return x * torch.randn(rows, columns, generator=draw).sign()
 
 
-def _gather_gradients(groups: ParallelGroups, recipe: str, dtype: torch.dtype, compiled: bool) -> tuple[list[int], int]:
-    """Compare a row-parallel layer under sequence parallelism that gathers dY by its recipe with one that gathers dY
+def _gather_gradients(groups: ParallelGroups, dtype: torch.dtype, compiled: bool) -> tuple[list[int], int]:
+    """Compare a row-parallel layer under sequence parallelism that gathers dY in 8 bits with one that gathers dY
     whole. Return the number of elements that differ, of the gradients of x and of the weight, and the bytes that were
     gathered."""
-    own, results = RECIPES["fp8", recipe], []
+    own, results = LOW_BIT["fp8"], []
     x, grad = _random(1, 40, 32).to(dtype), _even(2 + groups.tp_rank, 20, 64).to(dtype)
     for matmul in (Whole(**vars(own)), own):
         layer = RowParallelLinear(64, 64, groups, sequence_parallel=True, matmul=matmul, dtype=dtype)
@@ -384,13 +367,7 @@ def _gather_gradients(groups: ParallelGroups, recipe: str, dtype: torch.dtype, c
     return [(a != b).sum().item() for a, b in zip(*results, strict=True)], gathered.bytes
 
 
-CASES = [
-    ("rowwise", torch.float32, False),
-    ("rowwise", torch.bfloat16, False),
-    ("rowwise", torch.bfloat16, True),
-    ("tensorwise", torch.bfloat16, False),
-    ("rowwise_bf16_wgrad", torch.bfloat16, False),
-]
+CASES = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 
 
 def _gather_all_gradients() -> list[tuple[list[int], int]]:
@@ -400,8 +377,6 @@ def _gather_all_gradients() -> list[tuple[list[int], int]]:
 
 
 def test_gradients_gathered_in_8_bits_equal_later_rounding() -> None:
-    """Row-wise e4m3 takes a byte a column and 16 a token. Another grid (e5m2), or a product in 16 bits, needs the whole
-    gradient."""
-    packed, whole = 20 * (64 + 16), 20 * 64 * 2
+    """e4m3 takes a byte a column and 16 a token."""
     for found in run_distributed(_gather_all_gradients, 2):
-        assert found == [([0, 0], size) for size in (packed, packed, packed, whole, whole)]
+        assert found == [([0, 0], 20 * (64 + 16))] * len(CASES)

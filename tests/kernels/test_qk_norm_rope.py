@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import tiny
 from backward_graph import backward_calls
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import LOW_BIT
 from sagekernels.matmul import Matmul
 from sagekernels.qk_norm_rope import (
     QK_NORM_ROPE,
@@ -136,7 +136,7 @@ def test_what_it_does_not_take_it_refuses(change: dict[str, Tensor], error: type
 
 
 @pytest.mark.parametrize(("matmul", "functions"), [
-    (RECIPES["fp8", "rowwise"], (Sdpa(), Sage())), (Matmul(joined=True), (Sage(),)), (Matmul(), (Sdpa(),)),
+    (LOW_BIT["fp8"], (Sdpa(), Sage())), (Matmul(joined=True), (Sage(),)), (Matmul(), (Sdpa(),)),
 ], ids=str)  # fmt: skip
 def test_joined_gradients_are_not_copied(matmul: Matmul, functions: tuple[AttentionFunction, ...]) -> None:
     """Nothing is copied behind the operator, nor behind attention that normalizes itself."""

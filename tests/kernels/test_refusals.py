@@ -16,7 +16,7 @@ import sagekernels
 from sagekernels import Linear8bit
 from sagekernels.backends import NAMED
 from sagekernels.call import RECIPES
-from sagekernels.lowbit import RECIPES as LINEAR_RECIPES
+from sagekernels.lowbit import LOW_BIT
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -39,8 +39,7 @@ TWICE: dict[str, Callable[[Tensor], Tensor]] = {
     "normed_attention": lambda x: sagekernels.normed_attention(x, x, x, *TABLES),
     "qk_norm_rope": lambda x: sagekernels.qk_norm_rope(x, x, x, *TABLES)[0],
     "swiglu": lambda x: sagekernels.swiglu(x, x),
-    **{f"Linear8bit {' '.join(names)}": Linear8bit(WIDTH, WIDTH, precision=names[0], recipe=names[1])
-       for names in LINEAR_RECIPES},
+    **{f"Linear8bit {precision}": Linear8bit(WIDTH, WIDTH, precision=precision) for precision in LOW_BIT},
     "linear_cross_entropy": loss_of,
 }  # fmt: skip
 ONCE = {name: TWICE[name] for name in ("sage_attention", "normed_attention", "qk_norm_rope", "swiglu")}
@@ -97,16 +96,13 @@ def test_transforms_are_refused(name: str) -> None:
 def test_names_are_literals_and_checked() -> None:
     """The types name what the tables hold. A wrong name is an error with the argument, the value and the names."""
     layers, x, ours = nn.Sequential(nn.Linear(16, 16)), torch.ones(TOKENS, WIDTH), sagekernels
-    precisions, recipes = map(dict.fromkeys, zip(*LINEAR_RECIPES, strict=True))
     tables: dict[tuple[Callable, str], tuple[Any, Callable[[str], Any]]] = {
         (ours.sage_attention, "recipe"): (RECIPES, lambda n: ours.sage_attention(*heads(x), recipe=n)),
         (ours.sage_attention, "backend"): (NAMED, lambda n: ours.sage_attention(*heads(x), backend=n)),
         (ours.normed_attention, "recipe"): (RECIPES, lambda n: ours.normed_attention(x, x, x, *TABLES, recipe=n)),
         (ours.normed_attention, "backend"): (NAMED, lambda n: ours.normed_attention(x, x, x, *TABLES, backend=n)),
-        (ours.convert, "precision"): (precisions, lambda n: ours.convert(layers, precision=n)),
-        (ours.convert, "recipe"): (recipes, lambda n: ours.convert(layers, recipe=n, precision="fp8")),
-        (Linear8bit.__init__, "precision"): (precisions, lambda n: Linear8bit(16, 16, precision=n)),
-        (Linear8bit.__init__, "recipe"): (recipes, lambda n: Linear8bit(16, 16, recipe=n, precision="fp8")),
+        (ours.convert, "precision"): (LOW_BIT, lambda n: ours.convert(layers, precision=n)),
+        (Linear8bit.__init__, "precision"): (LOW_BIT, lambda n: Linear8bit(16, 16, precision=n)),
     }
     for (function, argument), (allowed, call) in tables.items():
         hint = get_type_hints(function)[argument]
@@ -118,6 +114,4 @@ def test_names_are_literals_and_checked() -> None:
                 call(name.upper())
         with pytest.raises(ValueError, match=f"{argument} 'xx' is not one of .*[^?]$"):
             call("xx")
-    with pytest.raises(ValueError, match="convert: with precision 'int8', recipe 'tensorwise' is not one of rowwise, "):
-        sagekernels.convert(layers, recipe="tensorwise")
     assert type(layers[0]) is nn.Linear

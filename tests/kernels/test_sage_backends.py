@@ -72,8 +72,7 @@ def test_a_call_goes_to_the_first_backend_that_takes_it(monkeypatch, runs, capab
 
 @pytest.mark.parametrize(("shape", "dtype", "options"), [
     (Shape(1, 70, 70, 2, 1, 80), torch.bfloat16, {}), (SHAPE, torch.bfloat16, {"smooth_q": True}),
-    (SHAPE, torch.float16, {"recipe": "gradients"}),
-], ids=["head_dim 80", "smooth_q", "gradients"])  # fmt: skip
+], ids=["head_dim 80", "smooth_q"])  # fmt: skip
 @pytest.mark.parametrize("name", [None, "hopper", "mma"])
 def test_calls_without_a_cuda_kernel_are_portable(monkeypatch, runs, shape, dtype, options, name):
     run(monkeypatch, (9, 0), shape, dtype, backend=name, **options)

@@ -14,14 +14,13 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
 
 
 @every_number
-@pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("rows", [48, 37])
-def test_both_are_the_casts_of_the_matrix_and_of_its_transpose(number, per_row, rows):
+def test_both_are_the_casts_of_the_matrix_and_of_its_transpose(number, rows):
     """Rows of zeros follow until the length of the sum is a multiple of 16."""
     x = matrix(rows, 20).bfloat16()
     for one in (x, x.t().contiguous().t()):
-        rounded, turned = quantize_both(one, number, per_row)
-        for found, expected in ((rounded, quantize(x, number, per_row)), (turned, quantize(x.t(), number, per_row))):
+        rounded, turned = quantize_both(one, number)
+        for found, expected in ((rounded, quantize(x, number)), (turned, quantize(x.t(), number))):
             assert torch.equal(found.scale, expected.scale)
             codes = found.codes.view(torch.uint8)
             assert found.codes.is_contiguous() and found.codes.dtype == number
@@ -37,35 +36,31 @@ def test_known_largest_magnitudes_are_those_of_the_cast(number):
     largest = largest_twin(x)
     for factor in (1, 2):  # Twice the largest magnitudes double the scales.
         known = (factor * largest.view(torch.float32)).view(torch.int32)
-        for found, expected in zip(quantize_both(x, number, True, known), quantize_both(x, number, True), strict=True):
+        for found, expected in zip(quantize_both(x, number, known), quantize_both(x, number), strict=True):
             assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8)) == (factor == 1)
             torch.testing.assert_close(found.scale, factor * expected.scale)
 
 
 @every_number
-@pytest.mark.parametrize("per_row", [True, False])
-def test_the_operator_keeps_its_promises(number, per_row):
+def test_the_operator_keeps_its_promises(number):
     """The operator has its schema, and its empty results for torch.compile, with dims that change too."""
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(QUANTIZE_BOTH, (matrix(37, 20), number, per_row), test_utils=tests)
+    torch.library.opcheck(QUANTIZE_BOTH, (matrix(37, 20), number), test_utils=tests)
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: quantize_both(2 * x, number, per_row), fullgraph=True, backend="aot_eager", dynamic=True
-    )
+    compiled = torch.compile(lambda x: quantize_both(2 * x, number), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (37, 48, 50):
         x = matrix(rows, 20)
-        for found, expected in zip(compiled(x), quantize_both(2 * x, number, per_row), strict=True):
+        for found, expected in zip(compiled(x), quantize_both(2 * x, number), strict=True):
             assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(found.scale, expected.scale)
 
 
 def test_what_it_does_not_take_it_refuses():
     with pytest.raises(TypeError, match=r"got torch\.float64 to torch\.int8"):
-        quantize_both(torch.zeros(4, 4, dtype=torch.float64), torch.int8, True)
+        quantize_both(torch.zeros(4, 4, dtype=torch.float64), torch.int8)
     with pytest.raises(TypeError, match=r"got torch\.float32 to torch\.uint8"):
-        quantize_both(torch.zeros(4, 4), torch.uint8, True)
+        quantize_both(torch.zeros(4, 4), torch.uint8)
     with pytest.raises(ValueError, match=r"got shape \(4,\)"):
-        quantize_both(torch.zeros(4), torch.int8, True)
-    for number, per_row in ((4, True), (8, False)):
-        with pytest.raises(ValueError, match=rf"of 8 rows and columns, with per_row, got shape \({number},\)"):
-            quantize_both(torch.zeros(4, 4), torch.int8, per_row, torch.zeros(number, dtype=torch.int32))
+        quantize_both(torch.zeros(4), torch.int8)
+    with pytest.raises(ValueError, match=r"of 8 rows and columns, got shape \(4,\)"):
+        quantize_both(torch.zeros(4, 4), torch.int8, torch.zeros(4, dtype=torch.int32))

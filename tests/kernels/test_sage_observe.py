@@ -53,7 +53,7 @@ def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str, smooth_q: boo
     k_mean = token_mean(inputs[1])
     q8 = quantize_twin(inputs[0], mean=mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
     k8 = quantize_twin(inputs[1], mean=k_mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
-    s8 = scores_of(q8, k8, mask) if RECIPES[recipe].int8_scores else scores_of(q, k, mask)
+    s8 = scores_of(q8, k8, mask)
     if smooth_q:
         means = mean[0].transpose(0, 1).repeat_interleave(TILE, 0)[: shape.n_q].double()
         bias = scores_of(means, k - k_mean[0].transpose(0, 1).double(), mask)
@@ -77,9 +77,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(
-    ("recipe", "smooth_q"), [("paper", False), ("fine", True), ("scores", False), ("gradients", False)]
-)
+@pytest.mark.parametrize(("recipe", "smooth_q"), [("paper", False), ("fine", True), ("scores", False)])
 def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: str, smooth_q: bool) -> None:
     inputs = random_inputs(shape, sigma=2.0, k_mean=1.0, do_scale=1e-9, seed=7)
     listener = Listener(sequences=2 if shape.documents else 1)
@@ -105,7 +103,7 @@ def test_zeros_and_scales_by_hand() -> None:
     tile, for dK as well."""
     shape = Shape(n_q=128, n_k=128, heads=1, kv_heads=1)
     inputs = random_inputs(shape, sigma=2.0, seed=3)
-    for recipe, size in (("fine", 1), ("gradients", 1), ("paper", TILE)):
+    for recipe, size in (("fine", 1), ("paper", TILE)):
         listener = Listener()
         with observed(listener):
             ours = results_of(sage_attention, *inputs, recipe=recipe)

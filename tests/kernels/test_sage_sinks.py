@@ -103,10 +103,9 @@ def test_the_gradient_of_a_sink_over_seeds() -> None:
     assert math.sqrt(sum(squares) / len(squares)) < 0.02
 
 
-@pytest.mark.parametrize(("recipe", "of_scores"), [("fine", True), ("scores", True), ("gradients", False)])
-def test_the_mean_of_k_is_missed_where_it_is_left_out(monkeypatch, recipe: str, of_scores: bool) -> None:
-    """The output is wrong without the shift of the sink, and dQ without its term. The scores of the
-    recipe `gradients` are not shifted, but its dQ lacks the term."""
+@pytest.mark.parametrize("recipe", ["fine", "scores"])
+def test_the_mean_of_k_is_missed_where_it_is_left_out(monkeypatch, recipe: str) -> None:
+    """The output is wrong without the shift of the sink, and dQ without its term."""
     inputs, options = problem(DOCUMENTS._replace(window=100))
     exact = exact_results(*inputs, **options)
     backward, scores = backends.backward, reference.sink_scores
@@ -122,7 +121,7 @@ def test_the_mean_of_k_is_missed_where_it_is_left_out(monkeypatch, recipe: str, 
         assert judged["dq"] > 0.2 and max(judged[name] for name in ("o", "dk", "dv")) < 0.02, judged
     monkeypatch.setattr(reference, "sink_scores", lambda q, mean, *rest: scores(q, None, *rest))
     judged = errors(results_of(sage_attention, *inputs, recipe=recipe, **options), exact)
-    assert (judged["o"] > 0.2 and judged["dsinks"] > 0.3) == of_scores, judged
+    assert judged["o"] > 0.2 and judged["dsinks"] > 0.3, judged
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

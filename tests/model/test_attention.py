@@ -346,14 +346,12 @@ def test_functions_with_the_same_settings_are_one_value() -> None:
 
 @pytest.mark.parametrize(("recipe", "count", "sixteen_bit", "eight_bit"), [
     ("paper", 6, "dO V^T", "P V"), ("fine", 5, "P V", "Q K^T again"), ("scores", 2, "dS K", "Q K^T again"),
-    ("gradients", 3, "Q K^T again", "dS K"),
 ])  # fmt: skip
 def test_quantized_products(recipe: str, count: int, sixteen_bit: str, eight_bit: str) -> None:
     function = Sage(recipe)
     assert len(function.quantized) == count and sixteen_bit not in function.quantized
     assert eight_bit in function.quantized < set(get_args(Product))
-    # Forward and backward quantize the same products.
-    assert ("Q K^T" in function.quantized) == ("Q K^T again" in function.quantized)
+    assert {"Q K^T", "Q K^T again"} <= function.quantized
     assert function.reference.quantized == Sdpa().quantized == frozenset()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import tiny
 from distributed import of_first_rank, run_distributed
 from runs import finish, sagetrain, write_config
-from sagekernels.lowbit import RECIPES, LowBit
+from sagekernels.lowbit import LOW_BIT, LowBit
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
@@ -40,9 +40,8 @@ SHAPE = ModelConfig(
 SINGLE = ParallelGroups.single()
 
 
-def linear_of(name: tuple[str, str], **keys: int | str) -> LinearConfig:
-    precision, recipe = name
-    return LinearConfig(precision=precision, recipe=recipe, **keys)
+def linear_of(name: str, **keys: int | str) -> LinearConfig:
+    return LinearConfig(precision=name, **keys)
 
 
 def model(
@@ -80,34 +79,34 @@ def results(network: Transformer, groups: ParallelGroups = SINGLE) -> list[Tenso
     return found
 
 
-every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+every_precision = pytest.mark.parametrize("name", LOW_BIT)
 
 
 # -- which layers, and how -----------------------------------------------------------------------------------------
 
 
-@every_recipe
-def test_only_linear_layers_of_the_named_blocks_are_in_8_bits(name: tuple[str, str]) -> None:
+@every_precision
+def test_only_linear_layers_of_the_named_blocks_are_in_8_bits(name: str) -> None:
     deep = SHAPE.model_copy(update={"num_layers": 5})
     network = model(linear_of(name, keep_first_blocks=1, keep_last_blocks=2), shape=deep)
     low = {path for path, layer in network.named_modules() if isinstance(getattr(layer, "matmul", None), LowBit)}
     layers = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
     assert low == {f"blocks.{block}.{layer}" for block in (1, 2) for layer in layers}
-    assert all(network.get_submodule(path).matmul == RECIPES[name] for path in low)
+    assert all(network.get_submodule(path).matmul == LOW_BIT[name] for path in low)
 
 
 def test_small_layers_stay_in_16_bits() -> None:
     """The size is the number of weights that read one x on a rank."""
     sizes = {"attention.qkv": 64 * 256, "mlp.gate_up": 64 * 192, "attention.out": 128 * 64, "mlp.down": 96 * 64}
     for below, number in ((0, 4), (6145, 3), (8192, 3), (8193, 2), (12289, 1), (16385, 0)):
-        network = model(linear_of(("fp8", "rowwise"), keep_layers_below=below))
+        network = model(linear_of("fp8", keep_layers_below=below))
         low = {path for path, size in sizes.items() if size >= below}
         assert len(low) == number
         for path in sizes:
             matmul = network.get_submodule(f"blocks.0.{path}").matmul
             assert isinstance(matmul, LowBit) == (path in low)
     half = ParallelGroups(Topology(2, 2), rank=0)
-    spread = model(linear_of(("fp8", "rowwise"), keep_layers_below=8192), half, sequence_parallel=True)
+    spread = model(linear_of("fp8", keep_layers_below=8192), half, sequence_parallel=True)
     block = spread.blocks[0]
     assert isinstance(block.attention.qkv.matmul, LowBit) and not isinstance(block.mlp.gate_up.matmul, LowBit)
     assert block.attention_norm.reader is block.attention.qkv.matmul
@@ -121,7 +120,7 @@ def test_small_layers_stay_in_16_bits() -> None:
 def test_layers_with_odd_sides_stay_in_16_bits(change: dict, odd: set) -> None:
     """All other layers are in 8 bits. If the precision is named instead of auto, such layers are an error before this
     point."""
-    shape, linear = SHAPE.model_copy(update=change), linear_of(("fp8", "rowwise"))
+    shape, linear = SHAPE.model_copy(update=change), linear_of("fp8")
     low = {path for path, layer in model(linear, shape=shape).blocks[0].named_modules()
            if isinstance(getattr(layer, "matmul", None), LowBit)}  # fmt: skip
     assert {path.partition(".")[2] for path in low} == {"qkv", "out", "gate_up", "down"} - odd
@@ -134,16 +133,14 @@ def test_the_choice_is_said() -> None:
         return matmuls_of(LinearConfig(**keys), shape, here=here, **place)[1]
 
     assert said() == "in training.dtype"
-    assert said(precision="fp8") == "fp8 rowwise in all blocks (its torch twin, since there is no GPU)"
-    assert said(precision="int8", keep_last_blocks=1).startswith("int8 rowwise in 1 of 2 blocks")
+    assert said(precision="fp8") == "fp8 in all blocks (its torch twin, since there is no GPU)"
+    assert said(precision="int8", keep_last_blocks=1).startswith("int8 in 1 of 2 blocks")
     assert "in all blocks, layers of 9,000 weights and more (none) (" in said(precision="fp8", keep_layers_below=9000)
     assert "layers of 6,000 weights and more (qkv, gate_up) (" in said(precision="fp8", keep_layers_below=6000)
     odd = said(precision="fp8", ffn_hidden_size=72)
     assert "in all blocks, but for sides that are no multiples of 16 (gate_up 36, down 36) (" in odd
     fewer = said(precision="fp8", ffn_hidden_size=72, here=1)
     assert "(gate_up 36, down 36), by the sizes at tensor_parallel_size 2 in training and 1 here (" in fewer
-    with pytest.raises(ValueError, match=r"linear\.recipe tensorwise is none of linear.precision int8"):
-        said(precision="int8", recipe="tensorwise")
 
 
 @pytest.mark.parametrize(
@@ -192,8 +189,8 @@ def test_a_run_ends_there_before_ranks_meet(monkeypatch, tmp_path, corpus) -> No
         build(cfg)
 
 
-@every_recipe
-def test_eight_bits_show_and_do_little_harm(name: tuple[str, str]) -> None:
+@every_precision
+def test_eight_bits_show_and_do_little_harm(name: str) -> None:
     """The test compares one step's gradients. Whether the losses of training stay together is measured in
     results/step."""
     exact, low = results(model(SIXTEEN_BITS)), results(model(linear_of(name)))
@@ -212,24 +209,23 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 
 def check_layouts(tp_size: int, cp_size: int) -> None:
-    """Compare a layout with the same recipe on one rank. The distance of this rank's gradients is divided by the effect
-    of rounding."""
+    """Compare a layout with one rank in the same precision. The distance of this rank's gradients is divided by the
+    effect of rounding."""
     torch.set_num_threads(1)
     groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, cp_size))
     again = ({"activation_checkpointing": how} for how in ("full", "selective"))
     ways = [{"sequence_parallel": True}, {"overlap": False}, *again]
     exact = of_first_rank(lambda: results(model(SIXTEEN_BITS)))
-    if cp_size > 1:  # Each recipe goes one way, and the ways do not depend on the slices of sequences.
-        each = [ways[:1], ways[1:3], ways[3:]]
+    if cp_size > 1:  # Each precision goes its ways, which do not depend on the slices of sequences.
+        each = {"fp8": ways[1:3], "int8": [ways[0], ways[3]]}
     else:
-        each = [ways[::3], ways[:2], ways[::2]]
-    names = (("fp8", "tensorwise"), ("fp8", "rowwise"), ("int8", "rowwise_bf16_wgrad"))
-    for number, (name, head) in enumerate(zip(names, ("bf16", "fp8", "int8"), strict=True)):
-        linear = linear_of(name, head=head)
+        each = {"fp8": ways[:2], "int8": ways[::2] + ways[3:]}
+    for name in LOW_BIT:
+        linear = linear_of(name, head=name)
         dense = of_first_rank(lambda linear=linear: results(model(linear)))
-        for how in each[number] if tp_size > 1 else [{}]:
+        for how in each[name] if tp_size > 1 else [{}]:
             spread = model(linear, groups, **how)
-            if how == ways[0] and cp_size == 1 and name == ("fp8", "rowwise"):
+            if how == ways[0] and cp_size == 1 and name == "fp8":
                 tiny.compile_first_rank(spread)
             spread.keep_weights()
             found = results(spread, groups)
@@ -239,7 +235,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
             case = (
                 f"{name} at tp {tp_size}, cp {cp_size}, {how}: loss {away[0]}, gradients {_norm(away[1:]) / rounding}"
             )
-            most_loss, most_gradients = (1e-4, 0.2) if name[0] == "fp8" else (5e-3, 1.2)
+            most_loss, most_gradients = (1e-4, 0.2) if name == "fp8" else (5e-3, 1.2)
             assert away[0].abs() < most_loss, case
             assert _norm(away[1:]) < most_gradients * rounding, case
             if cp_size > 1:  # Blocks are not compiled again here.
@@ -254,7 +250,7 @@ def narrow_gradients() -> list[list[Tensor]]:
     groups = ParallelGroups.create(Topology(dist.get_world_size(), 2))
     shape = SHAPE.model_copy(update={"hidden_size": 16})
     ways = ({"sequence_parallel": sequence_parallel, "dtype": torch.bfloat16} for sequence_parallel in (False, True))
-    return [results(model(linear_of(("fp8", "rowwise")), groups, shape, **how), groups) for how in ways]
+    return [results(model(linear_of("fp8"), groups, shape, **how), groups) for how in ways]
 
 
 def test_gradients_of_16_columns_in_16_bits_travel_unpacked() -> None:
@@ -310,7 +306,7 @@ def test_blocks_of_one_precision_share_a_graph() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     deep = SHAPE.model_copy(update={"num_layers": 10})
-    network = model(linear_of(("fp8", "rowwise"), keep_first_blocks=2, keep_last_blocks=1), shape=deep)
+    network = model(linear_of("fp8", keep_first_blocks=2, keep_last_blocks=1), shape=deep)
     network.keep_weights()
     eager = results(network)
     network.zero_grad()
@@ -435,7 +431,7 @@ def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> N
     (resumed,) = (row for row in rows if row["kind"] == "resume")
     assert "linear.precision: 'bf16' -> 'fp8'" in resumed["changed"]
     assert resumed["text"].startswith("resumed at 2,560 tokens with 1 rank; changed: ")
-    assert "linear layers fp8 rowwise in 1 of 2 blocks (its torch twin, since there is no GPU)" in said
+    assert "linear layers fp8 in 1 of 2 blocks (its torch twin, since there is no GPU)" in said
     check_eval_in_8_bits(tmp_path / "run")
 
 
@@ -452,10 +448,9 @@ def check_eval_in_8_bits(run: Path) -> None:
     losses = {linear: loss(linear) for linear in (None, "bf16", "fp8", "int8")}
     # If a precision was asked for, the layers that have it are named.
     found = [
-        f"linear layers {name} rowwise in 1 of 2 blocks (its torch twin, since there is no GPU)"
-        for name in ("fp8", "int8")
+        f"linear layers {name} in 1 of 2 blocks (its torch twin, since there is no GPU)" for name in ("fp8", "int8")
     ]
-    assert said == ["linear layers, fp8 rowwise in training, are not in 8 bits here", *found]
+    assert said == ["linear layers, fp8 in training, are not in 8 bits here", *found]
     assert losses["fp8"] == pytest.approx(trained, abs=1e-6)
     assert losses[None] == losses["bf16"]
     assert len({round(value, 8) for value in losses.values()}) == 3

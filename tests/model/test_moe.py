@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sagekernels.grouped_matmul import GROUPED_RECIPES
-from sagekernels.lowbit import RECIPES
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT
+from sagekernels.lowbit import LOW_BIT
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.moe import MoE
@@ -109,11 +109,11 @@ LIMITS = {"int8": 0.04, "fp8": 0.12}
 """Largest relative errors of the output and of all gradients. 16 bits have 0.01."""
 
 
-@pytest.mark.parametrize("recipe", GROUPED_RECIPES, ids=" ".join)
-def test_blocks_in_8_bits_are_judged_by_float64(recipe: tuple[str, str]) -> None:
+@pytest.mark.parametrize("precision", GROUPED_LOW_BIT)
+def test_blocks_in_8_bits_are_judged_by_float64(precision: str) -> None:
     """The shared expert and the experts are in 8 bits, the router is not: choices, loads and its losses are those of 16
     bits. What is kept of weights changes no bit, and neither does another call."""
-    low = {"experts": GROUPED_RECIPES[recipe], "gate_up": RECIPES[recipe], "down": RECIPES[recipe]}
+    low = {"experts": GROUPED_LOW_BIT[precision], **dict.fromkeys(("gate_up", "down"), LOW_BIT[precision])}
     moe, exact = mixture(torch.bfloat16, matmuls=low, shared=1), mixture(torch.float64, shared=1)
     with torch.no_grad():
         for p, q in zip(exact.parameters(), moe.parameters(), strict=True):
@@ -137,4 +137,4 @@ def test_blocks_in_8_bits_are_judged_by_float64(recipe: tuple[str, str]) -> None
             assert torch.equal(a.double(), b), name
         else:
             error = ((a.double() - b).norm() / b.norm()).item()
-            assert (0.004 if "router" not in name else 0) < error < LIMITS[recipe[0]], (name, error)
+            assert (0.004 if "router" not in name else 0) < error < LIMITS[precision], (name, error)

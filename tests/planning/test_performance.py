@@ -276,9 +276,7 @@ def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
     head = 262_144 * (flops_per_token(cfg.model, VOCAB, 0) - flops_per_token(cfg.model, 0, 0)) / 1e14
     fp8 = "linear.precision=fp8"
     for overrides, share in (
-        ((fp8, "linear.recipe=tensorwise"), 1 / 2),
         ((fp8,), 1 / 2),
-        ((fp8, "linear.recipe=rowwise_bf16_wgrad"), 2 / 3),
         ((fp8, "linear.keep_first_blocks=4", "linear.keep_last_blocks=1"), 5 / 8),  # There are 20 blocks.
     ):
         low = step(*overrides)

@@ -52,8 +52,6 @@ LAYOUTS = [
     (2, 1, True, "on", 1, {}),
     (2, 1, True, "off", 1, {}),
     (2, 1, True, "on", 1, {"precision": "fp8", "keep_last_blocks": 1}),
-    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}),
-    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "tensorwise"}),  # Gradients are gathered in 16 bits.
     # q, k and v together have more weights, gate and up fewer.
     (2, 1, True, "on", 1, {"precision": "fp8", "keep_layers_below": 5000}),
     (1, 2, False, "auto", 1, {}),

@@ -358,7 +358,7 @@ def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second,
         WHOLE,
         f"parallel.engine={engine}",
         f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: {norm}}}",
-        f"linear={{precision: {linear}, recipe: rowwise}}",
+        f"linear={{precision: {linear}}}",
         f"data.micro_batch_size={2 if '-m2' in layout else 1}",
         "training.activation_checkpointing=none",
     ], 262_144, tokens_per_second, gib, 0.05 if gathered else 0.01, HARDWARE[card], ranks=4, vocab=128_256)  # fmt: skip
@@ -370,7 +370,7 @@ def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second,
 ])  # fmt: skip
 def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, today):
     """The runs are those of results/8b: 1B on FSDP2 with four micro-steps of 32,768 tokens."""
-    settings = ["parallel.engine=fsdp", *SAGE, "linear={precision: fp8, recipe: rowwise}"]
+    settings = ["parallel.engine=fsdp", *SAGE, "linear={precision: fp8}"]
     meets_today(
         "1b", settings, ranks * 131_072, tokens_per_second, None, None, HARDWARE[card], ranks=ranks, vocab=VOCAB
     )
@@ -412,7 +412,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     """The runs are 12 layers of 7B's width by FSDP2 at commit a5d6f92, with a vocabulary of 4,096. The host is the
     limit."""
     settings = ["model.num_layers=12", *layout_of(layout)[2][:-1], "parallel.engine=fsdp", HALVES, *SAGE]
-    settings += ["linear={precision: int8, recipe: rowwise}", "data.micro_batch_size=1"]
+    settings += ["linear={precision: int8}", "data.micro_batch_size=1"]
     behind = meets_today("7b", settings, 16_384, tokens_per_second, gib, 0.02, H100, ranks=2, vocab=4096)
     assert behind.margin == margin
 

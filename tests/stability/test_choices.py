@@ -23,7 +23,7 @@ def test_flips_are_those_of_two_passes(monkeypatch) -> None:
     """They are the tokens whose set of experts differs; the order does not matter. Nothing else is left of the passes,
     and a model in 16 bits has none."""
     shape = {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 64, "experts": EXPERTS, "init_std": 0.2}
-    how = {"attention": {"backend": "sage", "recipe": "paper"}, "linear": {"precision": "fp8", "recipe": "rowwise"}}
+    how = {"attention": {"backend": "sage", "recipe": "paper"}, "linear": {"precision": "fp8"}}
     cfg = tiny.config(1, model=shape, **how)
     groups = ParallelGroups.single()
     model = tiny.model(cfg, groups)

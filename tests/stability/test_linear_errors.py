@@ -15,7 +15,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import rows_of
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import LOW_BIT
 from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
@@ -41,12 +41,11 @@ NUMBERS = {
 }
 
 
-def config(stage: int = 0, precision: str = "fp8", recipe: str = "rowwise", **sections: dict) -> RunConfig:
+def config(stage: int = 0, precision: str = "fp8", **sections: dict) -> RunConfig:
     sections["model"] = SHAPE | sections.get("model", {})
     sections["data"] = {"seq_length": LENGTH, "micro_batch_size": SEQUENCES}
     sections["tokens_per_step"] = {"tokens": LENGTH * SEQUENCES}
-    head = precision if recipe == "rowwise" else "bf16"
-    return tiny.config(stage, linear={"precision": precision, "recipe": recipe, "head": head}, **sections)
+    return tiny.config(stage, linear={"precision": precision, "head": precision}, **sections)
 
 
 def batch(groups: ParallelGroups) -> Batch:
@@ -119,14 +118,14 @@ def test_the_same_numbers_at_every_layout(one_rank) -> None:
 
 
 def by_hand() -> list[list[tuple[float, float]]]:
-    """Return the numbers of Y of the first layer, whose input is known, and the float64 values, for each recipe."""
+    """Return the numbers of Y of the first layer, whose input is known, and the float64 values, for each precision."""
     groups = tiny.join(1)
-    return [by_hand_with(recipe, groups) for recipe in RECIPES]
+    return [by_hand_with(precision, groups) for precision in LOW_BIT]
 
 
-def by_hand_with(recipe: tuple[str, str], groups: ParallelGroups) -> list[tuple[float, float]]:
-    engine = built(config(0, *recipe, parallel={"engine": "deepspeed"}), groups)
-    block, low = engine.model.blocks[0], RECIPES[recipe]
+def by_hand_with(precision: str, groups: ParallelGroups) -> list[tuple[float, float]]:
+    engine = built(config(0, precision, parallel={"engine": "deepspeed"}), groups)
+    block, low = engine.model.blocks[0], LOW_BIT[precision]
     with torch.no_grad():
         x = block.attention_norm(engine.model.embedding(batch(groups).tokens.flatten()))
         weights = list(block.attention.qkv.parameters())
@@ -137,9 +136,9 @@ def by_hand_with(recipe: tuple[str, str], groups: ParallelGroups) -> list[tuple[
 
 
 def test_a_layer_is_compared_with_float64_on_its_own_input() -> None:
-    for recipe, pairs in zip(RECIPES, run_distributed(by_hand, 1)[0], strict=True):
+    for precision, pairs in zip(LOW_BIT, run_distributed(by_hand, 1)[0], strict=True):
         for ours, truth in pairs:
-            assert ours == pytest.approx(truth, rel=1e-3, abs=1e-6), recipe
+            assert ours == pytest.approx(truth, rel=1e-3, abs=1e-6), precision
 
 
 def with_and_without(stage: int, compiled: bool, checkpointing: str) -> tuple[list, list, int, int]:
@@ -216,7 +215,7 @@ def test_a_layer_whose_gradients_vanish_is_named_once() -> None:
     assert said.startswith(
         "gradients vanish in 8 bits: of the output's gradient 61.3% of the entries of linear layer 1/out,"
     )
-    assert "more than 10% of 1 other; " in said and "linear.recipe rowwise_bf16_wgrad" in said
+    assert "more than 10% of 1 other; " in said and "linear.keep_first_blocks" in said
     assert after(**{"0_down": 0.9, "1_out": 0.9}) == []
     again = Vanishing()
     again.restore(json.loads(json.dumps(controller.state())))

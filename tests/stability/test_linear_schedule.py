@@ -12,7 +12,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import finish, rows_of, write_config
-from sagekernels.lowbit import HEADS, RECIPES
+from sagekernels.lowbit import HEADS, LOW_BIT
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
 from sagetrain.engines.build_engine import build_engine
@@ -80,7 +80,7 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
             # This is the state of a checkpoint that the run goes back to. The tokens that were seen stay seen.
             schedule.restore({})
         low = cfg.linear.low_bit and 5 * first <= min(step, 4) < 5 - 5 * last
-        assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2 + [{}]
+        assert model.matmuls == [dict.fromkeys(NAMES, LOW_BIT["fp8"]) if low else {}] * 2 + [{}]
         for layer in layers_of(model):
             fresh = layer.matmul.keep(layer.weights)
             assert bool(layer.kept) == low and all(map(torch.equal, layer.kept, fresh))
@@ -126,7 +126,7 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
     assert moved[3] != sixteen[3]
     assert said == [
         "fp8 up to 300 of 500 tokens",
-        "linear layers from fp8 rowwise to 16 bits: linear.keep_last_fraction 0.4",
+        "linear layers from fp8 to 16 bits: linear.keep_last_fraction 0.4",
         "16 bits since 300 of 500 tokens",
     ]
     if not rest:
@@ -136,7 +136,7 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
     assert began[2] != sixteen[2] and began[2][0] == pytest.approx(sixteen[2][0], abs=5e-3)
     assert said == [
         "16 bits up to 200 of 500 tokens",
-        "linear layers from 16 bits to fp8 rowwise: linear.keep_first_fraction 0.4",
+        "linear layers from 16 bits to fp8: linear.keep_first_fraction 0.4",
         "fp8 since 200 of 500 tokens",
     ]
     assert between[0] == sixteen[0] and between[1:] != sixteen[1:]
@@ -222,7 +222,7 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
     run, said = go("whole")
     assert "linear.precision: fp8 up to 1,536 of 2,560 tokens" in said
     moves = [event for event in rows_of(run, "events") if event["kind"] == "precision"]
-    assert [(move["tokens"], move["from"], move["to"]) for move in moves] == [(1536, "fp8 rowwise", "16 bits")]
+    assert [(move["tokens"], move["from"], move["to"]) for move in moves] == [(1536, "fp8", "16 bits")]
     measured = {row["tokens"] for row in rows_of(run) if "quant/0/qkv.dW/rel_l2" in row}
     assert measured == {256 * step for step in range(1, 7)}
 
@@ -234,7 +234,7 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
     by_hand, _ = go("by-hand", 6, precision="bf16")
     assert losses(by_hand) == {tokens: loss for tokens, loss in whole.items() if tokens > 256 * 6}
 
-    for step, told in ((4, ["linear layers, fp8 rowwise in training, are not in 8 bits here"]), (10, [])):
+    for step, told in ((4, ["linear layers, fp8 in training, are not in 8 bits here"]), (10, [])):
         heard: list[str] = []
         load_run(run, heard.append, step=step)
         assert heard == told

@@ -338,8 +338,14 @@ def test_a_rank_that_fails_with_others_lets_the_launcher_end_it() -> None:
 
 def test_a_former_key_that_did_nothing_has_not_changed(tmp_path) -> None:
     cfg = tiny.config(3)
-    tree = cfg.model_dump(mode="json")
-    for value, lines in ((False, []), (True, ["parallel.gather_8_bits: True -> None"])):
-        tree["parallel"]["gather_8_bits"] = value
+    for section, key, value, lines in (
+        ("parallel", "gather_8_bits", False, []),
+        ("parallel", "gather_8_bits", True, ["parallel.gather_8_bits: True -> None"]),
+        ("linear", "recipe", "rowwise", []),
+        ("linear", "recipe", "tensorwise", ["linear.recipe: 'tensorwise' -> None"]),
+        ("attention", "recipe", "gradients", ["attention.recipe: 'gradients' -> 'auto'"]),
+    ):
+        tree = cfg.model_dump(mode="json")
+        tree[section][key] = value
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
         assert resume.changed(cfg, location(str(tmp_path))) == lines

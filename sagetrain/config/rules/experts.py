@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
@@ -43,10 +42,6 @@ UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
 }
 """The values that were proven where ranks have the experts of a layer between them."""
 
-IN_8_BITS: dict[str, tuple[object, ...]] = {
-    "linear.recipe": ("rowwise", "rowwise_bf16_wgrad"),
-}
-"""The values that were proven with experts in 8 bits."""
 _MOST_TOKENS = 131072
 """INT8's products add up so many terms at most in int32 (sagekernels/int8_matmul.py)."""
 
@@ -63,8 +58,6 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     yield from _router(experts)
     proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
     proven |= UNDER_EXPERT_PARALLELISM if cfg.parallel.expert_parallel_size > 1 else {}
-    if may_be_low_bit(cfg):
-        proven |= IN_8_BITS
     if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
     without = "a dense model (model.experts: null)"
@@ -124,9 +117,9 @@ def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         break
     ranks = layout.context * layout.tensor
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length * cfg.parallel.expert_parallel_size // ranks
-    if precision == "int8" and cfg.linear.recipe == "rowwise" and tokens > _MOST_TOKENS:
+    if precision == "int8" and tokens > _MOST_TOKENS:
         why = f"gives experts {tokens:,} tokens at a time: INT8 adds up {_MOST_TOKENS:,} at most"
-        fix = "use fewer, linear.recipe rowwise_bf16_wgrad, or linear.precision fp8"
+        fix = "use fewer, or linear.precision fp8"
         yield About("experts_tokens_in_int8", "data.micro_batch_size", cfg.data.micro_batch_size).error(why, fix)
 
 

@@ -1,4 +1,4 @@
-"""Rules for linear layers in 8 bits: the recipes that exist, and the sizes that their kernels take."""
+"""Rules for linear layers in 8 bits: the sizes that their kernels take."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import may_begin
 
 _COSTS = {
-    "fp8": "fp8 (rowwise) with INT8 attention ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits on held-out "
+    "fp8": "fp8 with INT8 attention ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits on held-out "
     "text: 43M parameters, 262,144 tokens per step, six seeds; 0.003 ± 0.002 where runs share their first half",
-    "int8": "int8 (rowwise) ended 0.0003 ± 0.0002 nats per token above 16 bits on held-out text: 43M parameters, "
+    "int8": "int8 ended 0.0003 ± 0.0002 nats per token above 16 bits on held-out text: 43M parameters, "
     "524,288 tokens per step, four pairs of runs that share their first half; from the first token on, with INT8 "
     "attention, 0.003 ± 0.004 at 131,072, twelve pairs",
 }
@@ -35,11 +35,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     asked = linear.precision
     if asked == "auto":  # `auto` takes this precision where it gains.
         linear = linear.model_copy(update={"precision": AUTO_PRECISION})
-    if linear.precision == "int8" and linear.recipe == "tensorwise":
-        yield About("linear_recipe", "linear.recipe", "tensorwise").error(
-            f"is no recipe of linear.precision {asked}: 127 steps are too few for a whole matrix, whose rows differ",
-            "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
-        )
     if asked != "auto":
         yield About(f"linear_{asked}_costs_loss", "linear.precision", asked).info(
             _COSTS[asked], "sagetrain compare shows what it is for your model", "our runs: results/linear-layers"
@@ -112,9 +107,6 @@ def _head(cfg: RunConfig) -> Iterator[Finding]:
     if not linear.low_bit:
         fix = "use linear.precision int8 or fp8, or linear.head bf16"
         yield head.error(f"needs the layers of the blocks in 8 bits, not linear.precision {linear.precision}", fix)
-    if linear.recipe != "rowwise":
-        fix = "use linear.recipe rowwise, or linear.head bf16"
-        yield head.error(f"has a scale for each row, and was not proven with linear.recipe {linear.recipe}", fix)
     if cfg.model.experts is not None:
         yield head.error("was not proven with model.experts yet", "use linear.head bf16")
     if cfg.model.hidden_size % LOW_BIT_MULTIPLE:

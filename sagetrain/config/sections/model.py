@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from sagetrain.config.linear_sizes import AUTO_PRECISION, LinearSizes
+from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT, LinearSizes, LowBit
 from sagetrain.config.sections.base import Section
 
 QKNorm = Literal["none", "before_rope", "after_rope", "all_heads"]
@@ -153,10 +153,10 @@ class AttentionConfig(Section):
     flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest of sage, flash and sdpa that
     passes the admission test on this GPU. It is timed once, when the run begins, with documents as long as those of the
     data, and is kept when the run continues. Without a GPU: sdpa."""
-    recipe: Literal["auto", "fine", "paper", "scores", "gradients"] = "auto"
+    recipe: Literal["auto", "fine", "paper", "scores"] = "auto"
     """The products that sage quantizes: paper (six of the seven products, one scale per tile), fine (all but P V and dO
-    V^T, with the finest scales that each product allows), scores (Q K^T alone, forward and backward), gradients (dV, dK
-    and dQ alone, as in fine). auto: the faster of fine and scores, chosen as backend auto is; without a GPU: fine."""
+    V^T, with the finest scales that each product allows), scores (Q K^T alone, forward and backward). auto: the faster
+    of fine and scores, chosen as backend auto is; without a GPU: fine."""
     qk_norm: QKNorm = "before_rope"
     """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding. all_heads: of
     all heads' q together, and k, before the rotary embedding, as OLMo 2 and 3 do; under tensor parallelism the ranks
@@ -177,22 +177,17 @@ class LinearConfig(Section):
     """The precision in which the blocks' linear layers and the output projection multiply. Embedding and norms stay in
     16 bits."""
 
-    precision: Literal["bf16", "fp8", "int8", "auto"] = "auto"
-    """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
-    each product and scaled by their current magnitudes; results, weights and optimizer keep their precision. auto: int8
-    for the layers that are large enough to gain 5 % or more, timed on this GPU once, when the run begins, at the sizes
-    that a rank holds. auto stays with bf16 where no layer gains, for layers with a side that is not a multiple of 16
-    (an error with fp8 and int8), and where no GPU has INT8. A run that continues keeps the choice. The cost of int8 in
-    loss: docs/low-bit-linear.md."""
-    recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"] = "rowwise"
-    """The part of a matrix that shares a scale. tensorwise (fp8 only): the whole matrix, with gradients in e5m2.
-    rowwise: each token and each feature, in e4m3 or INT8. rowwise_bf16_wgrad: like rowwise, but the gradients of the
-    weights are multiplied in 16 bits."""
-    head: Literal["bf16", "fp8", "int8"] = "bf16"
-    """The precision of the output projection. bf16: as training.dtype says. fp8: logits and both gradients, with a
-    scale for each row. int8: the logits alone; gradients stay in 16 bits, because 127 steps are too few for
-    probabilities. Needs linear.precision fp8 or int8, and recipe rowwise. Evaluation in training has the same
-    precision."""
+    precision: Literal["bf16", LowBit, "auto"] = "auto"
+    """bf16: as training.dtype says. fp8 (e4m3; Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits
+    before each product, each row scaled by its current magnitude; results, weights and optimizer keep their precision.
+    auto: int8 for the layers that are large enough to gain 5 % or more, timed on this GPU once, when the run begins, at
+    the sizes that a rank holds. auto stays with bf16 where no layer gains, for layers with a side that is not a
+    multiple of 16 (an error with fp8 and int8), and where no GPU has INT8. A run that continues keeps the choice. The
+    cost of int8 in loss: docs/low-bit-linear.md."""
+    head: Literal["bf16", LowBit] = "bf16"
+    """The precision of the output projection. bf16: as training.dtype says. fp8: logits and both gradients. int8:
+    the logits alone; gradients stay in 16 bits, because 127 steps are too few for probabilities. Needs linear.precision
+    fp8 or int8. Evaluation in training has the same precision."""
     keep_first_blocks: NonNegativeInt = 0
     """Blocks at the input whose linear layers stay in 16 bits."""
     keep_last_blocks: NonNegativeInt = 0
@@ -211,7 +206,7 @@ class LinearConfig(Section):
     @property
     def low_bit(self) -> bool:
         """Whether layers multiply in 8 bits. With precision `auto` no layer does until the choice is made."""
-        return self.precision in ("fp8", "int8")
+        return self.precision in LOW_BIT
 
     @property
     def phases(self) -> list[LinearConfig]:
