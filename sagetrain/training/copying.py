@@ -16,8 +16,10 @@ from sagetrain.training.run import Run
 
 _BUSY = "perf/ranks_copying"
 """The name of the number of ranks whose copy in memory is still under way."""
-_STEPS = 32
-"""The number of steps whose times tell how long the next one takes."""
+_STEPS = 8
+"""The number of steps without a copy whose times tell how long the next one takes."""
+_IN_A_ROW = 16
+"""The number of steps in a row after which a copy is taken. The next step is left out, to be timed without one."""
 
 
 class Copying:
@@ -25,14 +27,15 @@ class Copying:
 
     def __init__(self, run: Run) -> None:
         self._run, self._copies, self._metrics = run, run.met.copies, run.engine.groups.metrics
-        self._ended, self._takes = time.monotonic(), deque[float](maxlen=_STEPS)
+        self._ended, self._takes, self._in_a_row = time.monotonic(), deque[float](maxlen=_STEPS), 0
 
     def tell(self) -> None:
         """Let the step's reduction take along whether this rank can copy, because all ranks copy the same steps. The
         host asks this when it has launched the step, long before a GPU ends it. The step is expected to take as long
-        as the shortest one lately, because steps that waited for a copy took longer."""
+        as the shortest one lately. Steps after a copy do not count, because their updates may have waited for it."""
         if self._copies:
-            self._metrics.sum(_BUSY, float(self._copies.late(self._ended + min(self._takes, default=0.0))))
+            late = self._copies.late(self._ended + min(self._takes, default=0.0))
+            self._metrics.sum(_BUSY, float(late or self._in_a_row >= _IN_A_ROW))
 
     def watched(self, observers: Observers) -> Observers:
         """Return the observers of a step, whose update begins when the state is copied."""
@@ -50,11 +53,13 @@ class Copying:
     def after_step(self, state: TrainState, result: StepResult) -> None:
         """Begin to copy the state after a step, if a copy is due and every rank can."""
         run, now = self._run, time.monotonic()
-        self._takes.append(now - self._ended)
-        self._ended = now
+        if not self._in_a_row:
+            self._takes.append(now - self._ended)
+        self._ended, before, self._in_a_row = now, self._in_a_row, 0
         if self._copies and self._copies.due(state.step) and not result.metrics[_BUSY]:
             state.controllers = run.controllers.state()
             self._copies.take(run.record(state), run.saver.published_step, rng_state())
+            self._in_a_row = before + 1
 
     def end(self) -> None:
         """Remove the copies, because a checkpoint has the state; collective."""

@@ -211,22 +211,24 @@ def test_copies_of_other_runs_and_full_memory(tmp_path: Path) -> None:
     run_distributed(alone, 1, str(tmp_path))
 
 
-def test_a_copy_that_outlasts_a_step_leaves_out_the_next_one(monkeypatch) -> None:
-    """A step that waited for a copy is longer, which must not make the next copy look short beside it."""
+def test_the_next_copy_is_expected_beside_steps_without_one(monkeypatch) -> None:
+    """A step whose update waited for a copy is longer, and would make that copy look short."""
     clock, ends, busy = [100.0], [], []
     monkeypatch.setattr(copying.time, "monotonic", lambda: clock[0])
-    copies = SimpleNamespace(late=lambda end: bool(ends.append(round(end, 3))), due=lambda step: False)
-    metrics = SimpleNamespace(sum=lambda name, value: busy.append(value))
-    run = SimpleNamespace(
-        met=SimpleNamespace(copies=copies), engine=SimpleNamespace(groups=SimpleNamespace(metrics=metrics))
+    copies = SimpleNamespace(late=lambda end: bool(ends.append(round(end, 3))), due=lambda step: step > 3)
+    copies.take = lambda *state: None
+    engine = SimpleNamespace(
+        groups=SimpleNamespace(metrics=SimpleNamespace(sum=lambda name, value: busy.append(value)))
     )
+    run = SimpleNamespace(met=SimpleNamespace(copies=copies), engine=engine, saver=SimpleNamespace(published_step=0))
+    run.controllers, run.record = SimpleNamespace(state=dict), lambda state: None
     watched = copying.Copying(run)
-    for step, seconds in enumerate((5.0, 0.25, 0.5), 1):
+    for step, seconds in enumerate((5.0, 0.25, 0.5, 0.25, *[0.125] * 18), 1):
         watched.tell()
         clock[0] += seconds
-        watched.after_step(SimpleNamespace(step=step), SimpleNamespace())
-    watched.tell()
-    assert ends == [100.0, 110.0, 105.5, 106.0]
+        watched.after_step(SimpleNamespace(step=step), SimpleNamespace(metrics={copying._BUSY: busy[-1]}))
+    assert ends[:6] == [100.0, 110.0, 105.5, 106.0, 106.25, 106.375] and ends[-1] == clock[0]
+    assert [step for step, late in enumerate(busy, 1) if late] == [20], "one of many is left out"
 
 
 @pytest.mark.parametrize(
