@@ -13,6 +13,8 @@ from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 
 T = TypeVar("T")
+_Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
+"""A function that makes a JSON object of its keys and values."""
 _ARRAY = " (a JSON array? a file of this suffix has one object per line: rename it to end in .json)"
 
 
@@ -150,8 +152,9 @@ class Chunk:
             raise self.error(number, no_such_key(text_key, value) + _lists_in(value)) from error
 
     def _object(self, line: str, number: int, keys: Iterable[str] | None) -> dict[str, Any]:
+        repeated = set[str]()
         try:
-            value = loads(line)
+            value = loads(line, _object_of(line, keys, repeated))
         except (ValueError, RecursionError) as error:
             hint = _hint(line, error) if number == 1 and self.unit == "line" else ""
             if "\0" in line:
@@ -160,24 +163,24 @@ class Chunk:
         if not isinstance(value, dict):
             array = isinstance(value, list) and self.unit == "line" and number == 1
             raise self.error(number, f"holds {type(value).__name__}, not a JSON object{_ARRAY if array else ''}")
-        self.repeated.update(_repeated(line, keys))
+        self.repeated.update(repeated)
         return value
 
 
-def _repeated(line: str, keys: Iterable[str] | None) -> set[str]:
-    """Return those of the keys, or of the parts of a.b, that a JSON object in a line holds twice. None: all keys."""
+def _object_of(line: str, keys: Iterable[str] | None, repeated: set[str]) -> _Pairs | None:
+    """Return a function that makes a JSON object in a line of its pairs, and adds those of the keys, or of the parts of
+    a.b, that are there twice to `repeated`. Return None if none is. Keys None: all keys."""
     parts = {part for key in keys or () for part in (key, *key.split("."))}
     suspects = {part for part in parts if line.count(f'"{part}"') > 1}
-    found: set[str] = set()
 
-    def look(pairs: list[tuple[str, Any]]) -> None:
-        if len(dict(pairs)) < len(pairs):
+    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
             names = Counter(name for name, _ in pairs if keys is None or name in suspects)
-            found.update(name for name, times in names.items() if times > 1)
+            repeated.update(name for name, times in names.items() if times > 1)
+        return value
 
-    if suspects or keys is None:
-        json.loads(line, object_pairs_hook=look, parse_int=float)
-    return found
+    return look if suspects or keys is None else None
 
 
 def _hint(line: str, error: ValueError | RecursionError) -> str:
@@ -205,14 +208,15 @@ def _lists_in(value: Mapping[str, Any]) -> str:
     return next((f". If its records are those under {key!r}: jq -c '.[\"{key}\"][]' FILE" for key in lists), "")
 
 
-def loads(text: str) -> Any:
-    """Parse JSON. A number of more digits than Python makes an int of is a Decimal; nobody may read it."""
+def loads(text: str, pairs: _Pairs | None = None) -> Any:
+    """Parse JSON. A number of more digits than Python makes an int of is a Decimal; nobody may read it. `pairs` makes
+    an object of its keys and values."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=pairs)
     except ValueError as error:
         if isinstance(error, json.JSONDecodeError):
             raise
-        return json.loads(text, parse_int=Decimal)
+        return json.loads(text, object_pairs_hook=pairs, parse_int=Decimal)
 
 
 def root_of(key: str, names: Container[str]) -> str | None:
