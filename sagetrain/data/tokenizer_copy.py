@@ -169,7 +169,7 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     before_all = any(part.get("type") == "Prepend" or part.get("prepend_scheme") == "always" for part in parts)
     puts = before_all or any(part.get("prepend_scheme") == "first" for part in parts)
     if of_class in _LLAMA and asked is not False and before_all:
-        return _space_in_chats(beside, file)
+        return [*_first_space(beside, file), *_space_in_chats(beside, file)]
     if of_class in _LLAMA and asked is not False and not puts and "ByteLevel" not in _kinds(parts):
         return [
             f"{beside.class_said}: with this class transformers 5 puts a space before a text, and {file.name} does "
@@ -237,6 +237,15 @@ def _kinds(parts: Iterable[dict[str, Any]]) -> set[str]:
     return {str(part.get("type")) for part in parts}
 
 
+def _first_space(beside: Beside, file: Path) -> list[str]:
+    """Say that transformers 5 puts no space before a text that begins with one, with the classes of Llama. Such a text
+    has a token less then than SentencePiece gives it."""
+    return [
+        f"{beside.class_said}: with this class transformers 5 puts no space before a text that begins with a space, "
+        f"and {file.name} does: {_AS_BEFORE}; a run's export does so in transformers 5, too"
+    ]
+
+
 def _space_in_chats(beside: Beside, file: Path) -> list[str]:
     """Say that a tokenizer that puts a space before every text does so behind control tokens, too. transformers 5 does
     not, unless the key legacy is true."""
@@ -260,7 +269,7 @@ def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes
         model, said = _with_pieces(model, beside, stated, file)
         notes += said
     if _parsed(model).normalizer_spec.add_dummy_prefix:
-        notes += _space_in_chats(beside, file)
+        notes += [*(_first_space(beside, file) if beside.of_class in _LLAMA else []), *_space_in_chats(beside, file)]
     bos = beside.config.get("add_bos_token", beside.of_class in _LLAMA)
     return model, ({"add_bos_token": True} if bos else {}) | _config(beside, ()), notes
 

@@ -387,6 +387,8 @@ def test_a_space_behind_control_tokens_is_said(name: str, legacy: bool, tmp_path
     found = ours.encode("</s>the model")
     same = found == theirs.encode("</s>the model", add_special_tokens=False)
     assert same == legacy == (not any("before a text also behind a control token" in note for note in ours.notes))
+    assert ours.encode(" the model") != theirs.encode(" the model", add_special_tokens=False)
+    assert sum("no space before a text that begins with a space" in note for note in ours.notes) == 1
 
 
 def test_a_template_and_a_bos_do_not_change_the_identity(pieces: Tokenizer, tmp_path: Path) -> None:
