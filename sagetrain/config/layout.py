@@ -93,7 +93,8 @@ class Layout:
         replicas = world_size // (tensor * stages)
         on_request = cfg.training.cuda_graphs == "on" and refusal is None
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
-        rests = not by_deepspeed and stages == 1 and (stage < 2 or (stage == 2 and on_request))
+        plain = cfg.model.experts is None and parallel.offload == "none" and parallel.shard_size is None
+        rests = not by_deepspeed and stages == 1 and (stage < 2 or (on_request if stage == 2 else plain))
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
         experts = parallel.expert_parallel_size
         alone = rests and replicas == 1 and parallel.offload == "none" and experts in (1, tensor)

@@ -42,7 +42,7 @@ from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
 from sagetrain.engines.gradients import StepGradients
 from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.kept_weights import KeptWeights
-from sagetrain.engines.model_weights import GatheredWeights, ResidentWeights
+from sagetrain.engines.model_weights import GatheredWeights, PassingWeights, ResidentWeights
 from sagetrain.engines.piped import Piped
 from sagetrain.engines.protocol import Owned, Probe, every
 from sagetrain.engines.reduction import Reduction
@@ -75,7 +75,8 @@ class FsdpEngine(BaseEngine):
         super().__init__(model, groups, device, shown)
         self._stage = layout.zero_stage
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
-        stage, offload, resident = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
+        stage, offload, unhooked = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
+        passing, resident = unhooked and stage == 3, unhooked and stage < 3
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = model.share
@@ -83,7 +84,8 @@ class FsdpEngine(BaseEngine):
         self.units = units(
             model, ranks, layout.replicas, ranks_of_experts(groups, layout, device), layout.calls_experts
         )
-        parameters = shard_model(model, self.units, device, dtype, reshard=stage == 3, offloaded=offload != "none")
+        hooked = stage == 3 and not unhooked
+        parameters = shard_model(model, self.units, device, dtype, reshard=hooked, offloaded=offload != "none")
         self.settings = {
             "zero_stage": stage,
             "shard_size": layout.shards,
@@ -91,12 +93,12 @@ class FsdpEngine(BaseEngine):
             "param_dtype": str(dtype),
             "reduce_dtype": str(torch.float32),
             "reshard_after_forward": stage == 3,
-            "gathers": how_gathered(self.units, device),
+            "gathers": how_gathered(self.units, device, by_hooks=not passing),
             "gradient_sync": "every micro-step" if stage > 1 else "last micro-step",
             "offload": offload,
             "micro_steps": f"launched by the host: {by_host}" if by_host else "as CUDA graphs",
         }
-        gathered = gather_once(model, self.units, stay=resident)
+        gathered = gather_once(model, self.units, stay=unhooked, pass_by=passing)
         rules = groups_of(model.every_spec.values(), cfg)
         of_rank = model, parameters, self.units, groups, device
         self._shards = Shards(*of_rank, rules, partial(build_optimizer, cfg))
@@ -105,8 +107,10 @@ class FsdpEngine(BaseEngine):
         of_model, masters = (model, self.units, gathered, kept), self._shards.masters
         self._weights: GatheredWeights
         self._sums: ShardedSums
-        if resident:
-            self._weights = whole = ResidentWeights(*of_model, masters)
+        if unhooked:
+            whole = self._weights = (
+                PassingWeights(model, self.units, gathered, masters) if passing else ResidentWeights(*of_model, masters)
+            )
             reduction = None
             if layout.reduced != "never":
                 adds = layout.reduced == "in every micro-step"

@@ -48,11 +48,18 @@ def gather_by_copies(units: Sequence[Unit]) -> str:
     return ""
 
 
-def how_gathered(units: Sequence[Unit], device: torch.device) -> str:
-    """Let blocks be gathered by copy engines if they can. Return how weights are gathered, in words; collective."""
+def how_gathered(units: Sequence[Unit], device: torch.device, by_hooks: bool = True) -> str:
+    """Let blocks be gathered by copy engines if they can. Return how weights are gathered, in words; collective.
+
+    Args:
+        by_hooks: let FSDP's hooks gather by them.
+    """
     by_backend = f"by {dist.get_backend()}"
     if units[0].ranks.shards.size() == 1 or device.type != "cuda":
         return by_backend
+    if not by_hooks:
+        refusal = copies.connect(units[0].ranks.shards, slots=2)
+        return f"{by_backend}: {refusal}" if refusal else "by copy engines, out of other ranks' memory"
     # The outermost unit is always gathered once a step, and would need the largest slots.
     refusal = gather_by_copies([unit for unit in units[1:] if unit.ranks.shards.size() > 1])
     return f"{by_backend}: {refusal}" if refusal else "by copy engines"

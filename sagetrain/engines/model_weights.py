@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sagetrain.engines.kept_weights import KeptWeights
+from sagetrain.engines.passing_blocks import PassingBlocks
 from sagetrain.engines.sharding import Unit
 from sagetrain.engines.whole_weights import WholeWeights
 from sagetrain.model.transformer import Transformer, changed
@@ -106,8 +109,13 @@ class ResidentWeights(GatheredWeights):
         self._enter(self._model)
         for module in self._apart:
             self._enter(module)
-        with changed({(self._model, "without_hooks"): self._enter}):
+        with changed({(self._model, "without_hooks"): self._call}):
             return self._model.forward(**inputs)
+
+    def _call(self, block: nn.Module, *inputs: Any) -> Any:
+        """Call a block without its hooks."""
+        self._enter(block)
+        return block.forward(*inputs)
 
     def written(self) -> None:
         """Begin to renew the weights: see GatheredWeights."""
@@ -125,3 +133,82 @@ class ResidentWeights(GatheredWeights):
 
     def _wait(self, number: int) -> None:
         self._whole.wait(number)
+
+
+class PassingWeights(GatheredWeights):
+    """Weights of ZeRO 3 that passes fetch without FSDP's hooks: those of a block have memory while a pass is in it, or
+    in the block before. What is outside of the blocks stays whole, and is renewed right after each update.
+
+    Args:
+        masters: this rank's rows of each weight, by name.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        units: Sequence[Unit],
+        gathered: Sequence[Mapping[str, Tensor]],
+        masters: Mapping[str, Tensor],
+    ) -> None:
+        (root, *blocks), (outside, *inside) = units, gathered
+        self._outside = WholeWeights([outside], masters, [root.ranks.shards])
+        self._blocks = PassingBlocks(inside, masters, root.ranks.shards)
+        self._numbers: dict[nn.Module, int] = {unit.module: number for number, unit in enumerate(blocks)}
+        super().__init__(model, units, gathered, None)
+        for block in self._numbers:
+            block.register_forward_hook(lambda block, inputs, made: self._leave(block, made))
+
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """Call the model: see GatheredWeights."""
+        self._enter(self._model)
+        with changed({(self._model, "without_hooks"): self._call}):
+            return self._model.forward(**inputs)
+
+    def written(self) -> None:
+        """Begin to renew the weights: see GatheredWeights."""
+        self._outside.renew()
+        self._blocks.renew()
+        super().written()
+
+    def reload(self) -> None:
+        """Renew all that depends on the masters: see GatheredWeights."""
+        self.written()
+
+    def gather(self) -> None:
+        """Make all weights ready: see GatheredWeights."""
+        self._enter(self._model)
+        self._blocks.begin_all()
+
+    def _call(self, block: nn.Module, *inputs: Any) -> Any:
+        """Call a block without its hooks."""
+        self._enter(block)
+        made = block.forward(*inputs)
+        self._leave(block, made)
+        return made
+
+    def _enter(self, module: nn.Module) -> None:
+        number = self._numbers.get(module)
+        if number is None:
+            super()._enter(module)
+        else:
+            # A backward pass enters blocks that it recomputes.
+            self._blocks.begin(number, number - 1 if _in_backward() else number + 1)
+
+    def _leave(self, block: nn.Module, made: Any) -> None:
+        """Let the backward pass fetch the weights of a block before it computes the first gradient in it."""
+        number = self._numbers[block]
+
+        def begin(gradient: Tensor) -> None:
+            self._blocks.begin(number, number - 1)
+
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(begin)
+
+    def _wait(self, number: int) -> None:
+        self._outside.wait(number)
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1

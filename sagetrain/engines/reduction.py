@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.engines.sharding import Unit
+from sagetrain.engines.whole_weights import longest_shards
 
 
 class Reduction:
@@ -31,11 +32,10 @@ class Reduction:
         self, units: Sequence[Unit], leaves: Mapping[str, Tensor], masters: Mapping[str, Tensor], adds: bool
     ) -> None:
         self.units, self._masters, self.adds = units, masters, adds
-        self._sizes = {
-            name: -(-len(leaves[name]) // unit.ranks.shards.size()) * leaves[name][0].numel()
-            for unit in units
-            for name in unit.names
-        }
+        self._sizes = dict[str, int]()
+        for unit in units:
+            of_unit = longest_shards((leaves[name] for name in unit.names), unit.ranks.shards.size())
+            self._sizes |= zip(unit.names, of_unit, strict=True)
         self._device = next(iter(leaves.values())).device
         self._to_host = self._device.type == "cuda" and any(master.is_cpu for master in masters.values())
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None

@@ -253,18 +253,24 @@ def shard_model(
     return parameters
 
 
-def gather_once(model: Transformer, parts: Iterable[Unit], stay: bool) -> list[dict[str, Tensor]]:
+def gather_once(
+    model: Transformer, parts: Iterable[Unit], stay: bool, pass_by: bool = False
+) -> list[dict[str, Tensor]]:
     """Gather the weights of one unit after the other, and return the tensors that the model computes with, by name, for
     each unit. FSDP makes these tensors once, and only their memory comes and goes. It also pads shards of unequal
     length, and pins them, so this comes before anybody takes the memory of shards.
 
     Args:
-        stay: the weights stay gathered.
+        stay: FSDP takes the weights for gathered from now on.
+        pass_by: the weights of all units but the first have no memory when this returns, whatever FSDP takes them for.
     """
-    found = []
+    found = list[dict[str, Tensor]]()
     for unit in parts:
         unit.module.unshard()
         found.append({name: cast(Tensor, model.get_parameter(name)) for name in unit.names})
         if not stay:
             unit.module.reshard()
+        elif pass_by and len(found) > 1:
+            for weight in found[-1].values():
+                weight.untyped_storage().resize_(0)
     return found

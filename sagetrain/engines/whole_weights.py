@@ -6,7 +6,7 @@ the update waits for the gradients' norm, and it waits for the host, which needs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,7 @@ class _Group(NamedTuple):
     ranks: dist.ProcessGroup
     """The ranks that have the shards between them."""
     sizes: list[int]
-    """The most elements that a rank has of each. The last ranks may have less, or nothing."""
-    even: list[bool]
-    """For each weight, true if the number of ranks divides its rows. The parts of other weights are longer than the
-    weights."""
+    """The most elements that a rank has of each (longest_shards)."""
     ready: torch.cuda.Event | None
     """It marks the end of a renewal on a GPU."""
 
@@ -57,8 +54,7 @@ class WholeWeights:
                 list(group.values()),
                 [masters[name].view(-1) for name in group],
                 own,
-                [-(-len(leaf) // own.size()) * leaf[0].numel() for leaf in group.values()],
-                [len(leaf) % own.size() == 0 for leaf in group.values()],
+                longest_shards(group.values(), own.size()),
                 torch.cuda.Event() if self._stream else None,
             )
             for group, own in zip(groups, ranks, strict=True)
@@ -85,7 +81,7 @@ class WholeWeights:
             ready.wait()
 
     def _renew(self, number: int) -> None:
-        leaves, masters, ranks, sizes, even, _ = self._groups[number]
+        leaves, masters, ranks, sizes, _ = self._groups[number]
         # Masters in the host's memory are still read when this returns. The host writes them in the next update, when
         # it has gradients that the GPU computed from these weights.
         masters = [master.to(self._device, non_blocking=True) for master in masters]
@@ -100,11 +96,30 @@ class WholeWeights:
             copies.gather_into(whole, own)
         else:
             dist.all_gather_into_tensor(whole.view(-1), own, group=ranks)
-        targets = [
-            leaf.view(len(whole), size) if fits else whole.new_empty(len(whole), size)
-            for leaf, size, fits in zip(leaves, sizes, even, strict=True)
-        ]
-        torch.split_with_sizes_copy(whole, sizes, dim=1, out=targets)
-        for leaf, target, fits in zip(leaves, targets, even, strict=True):
-            if not fits:
-                leaf.view(-1).copy_(target.view(-1)[: leaf.numel()])
+        place(whole, leaves, sizes)
+
+
+def place(whole: Tensor, leaves: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """Copy gathered rows to their places in whole weights.
+
+    Args:
+        whole: the rows of all weights, a row of this tensor for each rank.
+        sizes: the most elements that a rank has of each weight (longest_shards).
+    """
+    ranks = len(whole)
+    even = [leaf.numel() == ranks * size for leaf, size in zip(leaves, sizes, strict=True)]
+    # The parts of other weights are longer than the weights.
+    targets = [
+        leaf.view(ranks, size) if fits else whole.new_empty(ranks, size)
+        for leaf, size, fits in zip(leaves, sizes, even, strict=True)
+    ]
+    torch.split_with_sizes_copy(whole, list(sizes), dim=1, out=targets)
+    for leaf, target, fits in zip(leaves, targets, even, strict=True):
+        if not fits:
+            leaf.view(-1).copy_(target.view(-1)[: leaf.numel()])
+
+
+def longest_shards(leaves: Iterable[Tensor], ranks: int) -> list[int]:
+    """Return the most elements that one of so many ranks has of each whole weight. The last ranks may have less, or
+    nothing."""
+    return [-(-len(leaf) // ranks) * (leaf.numel() // len(leaf)) for leaf in leaves]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -180,8 +181,9 @@ class Transformer(nn.Module):
         overlapped halves it gets the first half's output, whose sum is complete by then."""
         self.offload: ActivationOffload | None = None
         """If set, what blocks that go one by one keep for the backward pass is in the host's memory meanwhile."""
-        self.without_hooks: Callable[[nn.Module], None] | None = None
-        """If set, blocks are called without their hooks, each after a call of this function with it."""
+        self.without_hooks: Callable[..., Any] | None = None
+        """If set, this function is called with each block and its inputs in the place of the block, whose hooks do not
+        run then."""
         self.compiled = False
         """If set, compile.compile_blocks has compiled the blocks with inductor."""
         self.normalize = normalize
@@ -294,15 +296,8 @@ class Transformer(nn.Module):
 
     def _call_of(self, number: int) -> Callable[..., Any]:
         """Return the function that takes streams through a block."""
-        block, enter = self._block(number), self.without_hooks
-        if enter is None:
-            return block
-
-        def directly(*inputs: Any) -> Any:
-            enter(block)
-            return block.forward(*inputs)
-
-        return directly
+        block, call = self._block(number), self.without_hooks
+        return block if call is None else partial(call, block)
 
     def _norm_of(self, number: int) -> RMSNorm | NoNorm | Literal["stream"]:
         """Return the norm of the block with this number, or the final one. "stream": another stage has it."""

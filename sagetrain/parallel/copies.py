@@ -57,6 +57,9 @@ class Memory(Protocol):
         """Return new buffers, uint8 [nbytes] for each rank, once the streams have ended all earlier work. All ranks
         call it."""
 
+    def another(self) -> Memory:
+        """Return another memory of the same group."""
+
     def send(self, steps: Sequence[Step]) -> SentEvent:
         """Run copies and meetings on the separate stream, after all earlier work of the caller's stream. A meeting goes
         on once all ranks have reached it."""
@@ -144,6 +147,10 @@ class Copies:
         done = memory.send([self._next_meeting(), *steps, self._next_meeting()])
         work = self._unread[slot] = _Work(memory, done, x, self._parts(slot, x), result)
         return self._under_way(result, work)
+
+    def another_memory(self) -> Memory:
+        """Return another memory of the same ranks, with a stream of its own."""
+        return self._memory.another()
 
     def align(self) -> None:
         """Let the next meeting be one in the first part of the pads, as in a recording."""
@@ -253,6 +260,12 @@ def connect(group: ProcessGroup, slots: int = SLOTS) -> str:
         else:
             connected[name] = copies[0]
     return _refused[name]
+
+
+def memory_of(group: ProcessGroup) -> Memory | None:
+    """Return a new memory of a group whose collectives go by copy engines, or None."""
+    by_copies = connected.get(group.group_name)
+    return by_copies and by_copies.another_memory()
 
 
 def forget() -> None:

@@ -95,6 +95,10 @@ class DeviceMemory:
         self._release = _operations(pads, heard)
         return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
 
+    def another(self) -> DeviceMemory:
+        """Return another memory of the same group, as Memory.another does."""
+        return DeviceMemory(self._group)
+
     def send(self, steps: Sequence[Step]) -> int:
         """Send copies and meetings, as Memory.send does. All earlier work of the stream is visible to every GPU before
         a meeting's writes."""
