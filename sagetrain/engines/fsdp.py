@@ -37,6 +37,7 @@ from torch import Tensor
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.batch import Batch
+from sagetrain.engines.copied_reduction import CopiedReduction
 from sagetrain.engines.gather import how_gathered
 from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
 from sagetrain.engines.gradients import StepGradients
@@ -55,6 +56,7 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
+from sagetrain.parallel.copies import memory_of
 from sagetrain.parallel.pipeline import Pipe
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -108,15 +110,15 @@ class FsdpEngine(BaseEngine):
         self._weights: GatheredWeights
         self._sums: ShardedSums
         if unhooked:
-            whole = self._weights = (
-                PassingWeights(model, self.units, gathered, masters) if passing else ResidentWeights(*of_model, masters)
-            )
-            reduction = None
+            passed, stays = (model, self.units, gathered, masters), (*of_model, masters)
+            whole: PassingWeights | ResidentWeights = PassingWeights(*passed) if passing else ResidentWeights(*stays)
+            self._weights, reduction = whole, None
             if layout.reduced != "never":
+                reduced, memory = (self.units, whole.leaves, masters), memory_of(ranks.shards) if passing else None
                 adds = layout.reduced == "in every micro-step"
-                reduction = Reduction(self.units, whole.leaves, masters, adds)
+                reduction = CopiedReduction(*reduced, memory) if memory else Reduction(*reduced, adds)
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
-            if record:
+            if record and isinstance(whole, ResidentWeights):
                 timed = cfg.training.cuda_graphs == "auto"
                 self._traversal = Replayed(self, record, whole, sums, timed)
         else:

@@ -52,11 +52,9 @@ class PassingBlocks:
             elements += sum(sizes)
         self._memory = memory_of(ranks)
         if self._memory:
-            buffers = self._memory.allocate(elements * first.itemsize)
-            self._addresses, self._rows = (
-                [buffer.data_ptr() for buffer in buffers],
-                buffers[self._rank].view(first.dtype),
-            )
+            # The addresses hold as long as these buffers.
+            self._buffers = self._memory.allocate(elements * first.itemsize)
+            self._rows = self._buffers[self._rank].view(first.dtype)
         else:
             self._rows = first.new_empty(elements)
         names, sizes = (
@@ -127,7 +125,8 @@ class PassingBlocks:
         if self._memory:
             self._present[number] = self._memory.send(self._copies(block))
         elif self._stream is None:
-            self._present[number] = self._gather(block)
+            self._gather(block)
+            self._present[number] = None
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -139,7 +138,7 @@ class PassingBlocks:
         width, steps = block.leaves[0].itemsize, list[tuple[int, int, int]]()
         # The order differs between ranks, so that no two ranks copy from the same rank at once.
         for rank in ((self._rank + step) % self._size for step in range(1, self._size + 1)):
-            source = self._addresses[rank] + block.start * width
+            source = self._buffers[rank].data_ptr() + block.start * width
             for leaf, size in zip(block.leaves, block.sizes, strict=True):
                 rows = max(0, min(size, leaf.numel() - rank * size))
                 steps += [(leaf.data_ptr() + rank * size * width, source, rows * width)] * (rows > 0)

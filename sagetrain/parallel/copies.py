@@ -265,7 +265,7 @@ def connect(group: ProcessGroup, slots: int = SLOTS) -> str:
 def memory_of(group: ProcessGroup) -> Memory | None:
     """Return a new memory of a group whose collectives go by copy engines, or None."""
     by_copies = connected.get(group.group_name)
-    return by_copies and by_copies.another_memory()
+    return by_copies.another_memory() if by_copies else None
 
 
 def forget() -> None:

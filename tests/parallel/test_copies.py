@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,6 +52,9 @@ class ThreadMemory:
         torch.from_file(files[self.rank], shared=True, size=nbytes, dtype=torch.uint8).fill_(255)
         dist.barrier(self._telling)
         return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
+
+    def another(self) -> "ThreadMemory":
+        return ThreadMemory(self.rank, self.size)
 
     def send(self, steps: list[Step]) -> threading.Event:
         for step in steps:
@@ -221,24 +225,36 @@ def test_model_by_copies_equals_functional_collectives() -> None:
 
 
 def _check_engine() -> None:
-    """Compare FSDP2 at ZeRO 3, whose blocks are gathered by copies, with its own gathers. Shards are unequal."""
-    cfg = tiny.config(3, "bf16", parallel={"engine": "fsdp"}, model={"hidden_size": 34, "head_dim": 6})
+    """Compare ZeRO 3 whose blocks are copied out of the ranks' memory, by FSDP2's hooks and without them, with
+    collectives, by hooks and without them. Shards are unequal."""
+    hooked, passing = (
+        tiny.config(3, "bf16", parallel={"engine": "fsdp", **how}, model={"ffn_hidden_size": 45})
+        for how in ({"shard_size": dist.get_world_size()}, {})
+    )
     groups = tiny.join(1)
-    name, memory = groups.replica_group.group_name, ThreadMemory(groups.rank, 4)
-    connected[name], copies._refused[name] = Copies(groups.rank, 4, memory, slots=2), ""
-    by_copies, plain = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
-    assert gather_by_copies(by_copies.units[1:]) == ""
-    for step in range(3):
-        found = [tiny.global_step(engine, step, sequences=8) for engine in (by_copies, plain)]
-        assert found[0].metrics == found[1].metrics
-    # In each of two micro-steps two blocks are gathered forward and backward.
-    assert connected[name]._count >= 3 * 2 * 2 * 2
-    for ours, theirs in zip(by_copies.owned(), plain.owned(), strict=True):
-        torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=0)
+    engines = [tiny.engine(hooked, groups), tiny.engine(passing, groups)]
+    name, size = groups.replica_group.group_name, groups.num_replicas
+    connected[name], copies._refused[name] = Copies(groups.rank, size, ThreadMemory(groups.rank, size), slots=2), ""
+    engines += [tiny.engine(hooked, groups), tiny.engine(passing, groups)]
+    *_, by_hooks, passes = engines
+    assert gather_by_copies(by_hooks.units[1:]) == ""
+    blocks = passes._weights._blocks
+    with patch.object(blocks._memory, "send", wraps=blocks._memory.send) as sent:
+        found = [[tiny.global_step(engine, step, sequences=8).metrics for step in range(3)] for engine in engines]
+    state = [[owned.read("weight").clone() for owned in engine.owned()] for engine in engines]
+    assert found == [found[0]] * 4
+    torch.testing.assert_close(state, [state[0]] * 4, rtol=0, atol=0)
+    # In each micro-step two blocks are gathered forward and backward.
+    assert connected[name]._count >= 3 * (8 // size) * 2 * 2
+    # Without hooks the block at the end of a pass stays for the next one. A renewal begins and ends with a meeting.
+    gathers = [len(call.args[0]) > 1 for call in sent.call_args_list]
+    assert (gathers.count(True), gathers.count(False)) == (3 * (1 + 2 * 8 // size), 3 * 2)
+    assert list(blocks._present) == [], "what an update has made old has no memory"
 
 
-def test_an_engine_gathers_by_copies() -> None:
-    run_distributed(_check_engine, 4)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_engine_gathers_by_copies(ranks: int) -> None:
+    run_distributed(_check_engine, ranks)
 
 
 def _check_agreement() -> list[str]:
