@@ -60,8 +60,8 @@ class Layout:
     micro_step: int
     """The tokens of one micro-step over all ranks. Tokens per step are a whole number of micro-steps."""
     hooks: Literal["never", "every micro-step"]
-    """The micro-steps that the engine's hooks run in. At ZeRO 0 and 1 FSDP2's engine keeps whole weights, and sums and
-    reduces gradients itself."""
+    """The micro-steps that the engine's hooks run in. FSDP2's engine does without them where it keeps whole weights, or
+    fetches those of blocks itself, and sums and reduces gradients itself."""
     reduced: Literal["never", "once a step", "in every micro-step"]
     """The times at which gradients leave the rank, for other replicas or for the host's memory."""
     reduces_beside: bool
@@ -92,7 +92,8 @@ class Layout:
         gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
         on_request = cfg.training.cuda_graphs == "on" and refusal is None
-        # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
+        # Micro-batches of a pipeline are under way at once, so all passes of FSDP2 go through its hooks there. So do, at
+        # ZeRO 3, experts, state in the host's memory, and copies of shards, which are reduced once a step.
         plain = cfg.model.experts is None and parallel.offload == "none" and parallel.shard_size is None
         rests = not by_deepspeed and stages == 1 and (stage < 2 or (on_request if stage == 2 else plain))
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
@@ -218,7 +219,7 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         (stage == 2 and parallel.expert_parallel_size > 1, "parallel.expert_parallel_size",
          parallel.expert_parallel_size, "copies of experts would be reduced in every micro-step at zero_stage 2",
          "use 1, or zero_stage 1"),
-        (stage > 2, "parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 to 2"),
+        (stage > 2, "parallel.zero_stage", stage, "weights of blocks come and go in every micro-step", "use 0 to 2"),
         (parallel.offload != "none", "parallel.offload", parallel.offload, "gradients leave the GPU", "use none"),
         (cfg.training.activation_offload, "training.activation_offload", "true", "activations leave the GPU",
          "use false"),

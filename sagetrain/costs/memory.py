@@ -139,6 +139,11 @@ def _fsdp_state(cfg: RunConfig, layout: Layout, size: int, codes: MemoryItem) ->
         optimizer, wide = MemoryItem("offload", 4 * (outside + 2 * block) // shards, what), 0
     # Inside a host copy engines gather a block out of two slots (parallel/copies.py).
     slots = [MemoryItem("gather slots", 2 * element * block // shards, "of two blocks' shards")] if shards > 1 else []
+    if stage == 3 and layout.hooks == "never":
+        blocks = element * (size - outside) // shards
+        slots = [
+            MemoryItem("rows of weights", blocks, f"1/{shards} of all blocks, in {cfg.training.dtype} for all ranks")
+        ]
     if stage == 3:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
         gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")

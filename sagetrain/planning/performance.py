@@ -42,7 +42,8 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 # parameter of the rank in a step, and per parameter that it updates. A gradient is added to its fp32 sum (10); sums are
 # copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
-# in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step (14).
+# in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step: by hooks (14), or
+# out of rows that were rounded before (8). Copy engines move both inside a host, and what came is added (sums.add_parts).
 _STATE_BYTES = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
@@ -287,12 +288,21 @@ class _Step:
         if self.layout.engine == "deepspeed":
             per_micro, per_step, per_share = deepspeed_prices.moved_bytes(self.cfg, stage)
             converted = self.accumulation * deepspeed_prices.converted_bytes(self.cfg, stage)
+        elif stage == 3 and self.layout.hooks == "never":
+            per_micro, per_share = 2 + 8 / self.layout.shards if self._blocks_by_copies else 20, per_share + 6
         per_share -= spared_bytes(self.cfg, self.layout)
         wide = 2 if self.rank.element == 4 and stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.layout.shards
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
         return seconds * self.parameters / hardware.compute_scale
+
+    @property
+    def _blocks_by_copies(self) -> bool:
+        """Whether copy engines fetch the weights of blocks at ZeRO 3 and reduce their gradients."""
+        layout, hardware = self.layout, self.hardware
+        inside = layout.tensor * layout.replicas <= hardware.gpus_per_host and hardware.copy_bandwidth > 0
+        return inside and layout.zero_stage == 3 and layout.hooks == "never"
 
     def offload_seconds(self, compute: float) -> float:
         """Return the seconds of a step in which the GPU, which computes for `compute` of them, waits for the host."""
@@ -362,20 +372,28 @@ class _Step:
         return max(0, blocks - call.dense) * call.per_block + (call.at_ends if self.part.first or self.part.last else 0)
 
     def _collective(
-        self, axis: str, purpose: str, kind: str, count: int, payload: int, part: tuple[int, int] | None = None
+        self,
+        axis: str,
+        purpose: str,
+        kind: str,
+        count: int,
+        payload: int,
+        part: tuple[int, int] | None = None,
+        copied: bool = False,
     ) -> CollectiveTime:
         """Return `count` calls of a collective over the ranks of an axis, all of which the GPU waits for.
 
         Args:
             part: the number of ranks and the steps of the axis from one to the next, if only a part of the axis takes
                 part.
+            copied: copy engines move it. Those of tensor parallelism do if they can.
         """
         rank, hardware, replicas = self.rank, self.hardware, self.layout.replicas
         ulysses, experts = rank.context // rank.gather, rank.experts
         sizes = {"tensor": rank.tensor, "context": ulysses, "gather": rank.gather, "experts": experts, "data": replicas}
         size, apart = part or (sizes[axis], ulysses if axis == "gather" else 1)
         bandwidth, latency = hardware.link(1 if axis in ("tensor", "experts") else rank.tensor * apart, size)
-        if rank.copies and axis == "tensor" and kind != "all-reduce":
+        if copied or (rank.copies and axis == "tensor" and kind != "all-reduce"):
             bandwidth, latency = hardware.copy_bandwidth, self._copy_latency
         wire = count * _WIRE[kind] * (size - 1) / size * payload
         seconds = wire / bandwidth + count * latency
@@ -399,16 +417,17 @@ class _Step:
         beside a forward pass, at ZeRO 3 beside every pass. Gradients are reduced beside backward passes, two thirds of
         a micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
         """
-        layout, shards, element = self.layout, self.layout.shards, self.rank.element
+        layout, shards, element, copied = self.layout, self.layout.shards, self.rank.element, self._blocks_by_copies
         block, outside = fsdp_groups(self.cfg, self.parameters, apart=True)
         backward, reduced = 2 * compute / 3, self.accumulation if layout.reduced == "in every micro-step" else 1
 
         def groups(
             purpose: str, kind: str, times: int, alone: int, width: float, part: tuple[int, int], beside: float
         ) -> Iterator[CollectiveTime]:
-            count = times * self.cfg.model.num_layers
-            blocks = self._collective("data", purpose, kind, count, int(width * block), part)
-            yield _beside(blocks, times * beside)
+            count, how = times * self.cfg.model.num_layers, (1.0, self._copy_latency) if copied else (OVERLAP, 0.0)
+            payload = int((element if copied else width) * block)
+            blocks = self._collective("data", purpose, kind, count, payload, part, copied)
+            yield _beside(blocks, times * beside, *how)
             yield self._collective("data", f"{purpose} outside of blocks", kind, alone, int(width * outside), part)
 
         if shards > 1:

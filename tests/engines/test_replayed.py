@@ -331,7 +331,7 @@ def test_auto_keeps_the_faster_way() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "why", "fix"),
     [
-        ("zero_stage", 3, "hooks of FSDP2 run in every micro-step", "use 0 to 2"),
+        ("zero_stage", 3, "weights of blocks come and go in every micro-step", "use 0 to 2"),
         ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
         ("offload", "optimizer", "gradients leave the GPU", "use none"),
         ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from on_gpu import needs_gpu
-from sagekernels.sums import add_to
+from sagekernels.sums import add_parts, add_parts_twin, add_to
 from sagetrain.parallel.digest import digest
 
 pytestmark = needs_gpu()
@@ -20,6 +20,15 @@ def test_the_bits_are_those_of_torch() -> None:
             found = total.clone()
             add_to(found, odd)
             assert torch.equal(found, expected), (shape, dtype)
+
+
+def test_parts_are_added_with_the_bits_of_the_twin() -> None:
+    for count, size, dtype in itertools.product((2, 3, 8), (1, 4096, 100_003), (torch.bfloat16, torch.float32)):
+        parts, found = torch.randn(count, size, device="cuda").to(dtype), torch.randn(size, device="cuda")
+        expected = found.clone()
+        add_parts_twin(expected, parts, 1 / count)
+        add_parts(found, parts, 1 / count)
+        assert torch.equal(found, expected), (count, size, dtype)
 
 
 def test_a_hash_is_that_of_the_cpu() -> None:
