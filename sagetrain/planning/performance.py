@@ -42,8 +42,8 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 # parameter of the rank in a step, and per parameter that it updates. A gradient is added to its fp32 sum (10); sums are
 # copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
-# in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step: by hooks (14), or
-# out of rows that were rounded before (8). Copy engines move both inside a host, and what came is added (sums.add_parts).
+# in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step: by hooks (14),
+# or out of rows that are there (8). Inside a host copy engines move both, and what came is added (sums.add_parts).
 _STATE_BYTES = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
@@ -284,7 +284,7 @@ class _Step:
     def optimizer_seconds(self) -> float:
         """Return the seconds of the engine's passes over gradients, Adam, and new weights."""
         stage, converted = self.layout.zero_stage, 0
-        per_micro, per_step, per_share = _STATE_BYTES[stage]
+        per_micro, per_step, per_share = map(float, _STATE_BYTES[stage])
         if self.layout.engine == "deepspeed":
             per_micro, per_step, per_share = deepspeed_prices.moved_bytes(self.cfg, stage)
             converted = self.accumulation * deepspeed_prices.converted_bytes(self.cfg, stage)

@@ -20,6 +20,8 @@ NEVER, ONCE, PASS, MICRO = "never", "once a step", "in every pass", "in every mi
     (8, {"zero_stage": 0}, "bf16", ("fsdp", 0, 8, 1, 8, NEVER, ONCE, NEVER)),
     (8, {"zero_stage": 0, "shard_size": 2}, "bf16", ("fsdp", 0, 8, 1, 8, NEVER, ONCE, NEVER)),
     (8, {"zero_stage": 2}, "fp32", ("fsdp", 2, 8, 8, 1, ONCE, MICRO, EVERY)),
+    (8, {"zero_stage": 3}, "bf16", ("fsdp", 3, 8, 8, 1, PASS, MICRO, NEVER)),
+    (8, {"zero_stage": 3, "offload": "all"}, "bf16", ("fsdp", 3, 8, 8, 1, PASS, MICRO, EVERY)),
     (8, {"zero_stage": 3, "shard_size": 4}, "bf16", ("fsdp", 3, 8, 4, 2, PASS, MICRO, EVERY)),
     (8, {"tensor_parallel_size": 2, "context_parallel_size": 2}, "bf16", ("fsdp", 1, 4, 4, 1, ONCE, ONCE, NEVER)),
     (8, {"pipeline_parallel_size": 4}, "bf16", ("fsdp", 1, 2, 2, 1, ONCE, ONCE, EVERY)),

@@ -369,14 +369,18 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
 
 
 def test_zero_1_gathers_and_reduces_once_a_step() -> None:
-    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered to the end of the step. At ZeRO 1 no
-    micro-step has FSDP's hooks. FSDP holds no gradient in the host's memory, where it would wait for every copy and
-    every sum."""
-    found = run_distributed(collectives, 2, [(1, "none"), (1, "optimizer"), (2, "none"), (3, "all")])[0]
+    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered to the end of the step. At ZeRO 1, and
+    at ZeRO 3 without state in the host's memory, no micro-step has FSDP's hooks. FSDP holds no gradient in the host's
+    memory, where it would wait for every copy and every sum."""
+    cases = [(1, "none"), (1, "optimizer"), (2, "none"), (3, "none"), (3, "all")]
+    found = run_distributed(collectives, 2, cases)[0]
     once = {"gathers": 3, "reduced": 3, "post_backward_reduce": 0, "pre_forward": 0, "held": 0}
     assert found[1, "none"] == found[1, "optimizer"] == once
     assert found[2, "none"].pop("held") > 0 == found[3, "all"]["held"]
     assert found[2, "none"] == {"gathers": 3, "reduced": 12, "post_backward_reduce": 12, "pre_forward": 12}
+    # Of two blocks the second one stays from forward to backward, and the first one to the next micro-step.
+    passing = {"gathers": 1 + 1 + 4 * 2, "reduced": 12, "post_backward_reduce": 0, "pre_forward": 0, "held": 0}
+    assert found[3, "none"] == passing
     assert found[3, "all"]["post_backward_reduce"] == found[3, "all"]["pre_forward"] == 12
     assert found[3, "all"]["gathers"] > 12
 

@@ -85,6 +85,8 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
         f"parallel.tensor_parallel_size={sizes['tp']}",
         f"parallel.context_parallel_size={sizes['cp']}",
         f"parallel.zero_stage={sizes['z']}",
+        # In runs at ZeRO 3 weights and gradients went through FSDP2's hooks, as they still do with this key.
+        *([f"parallel.shard_size={sizes['dp']}"] if sizes["z"] == 3 else []),
         f"parallel.sequence_parallel={'true' if sizes['sp'] else 'false'}",
         "deepspeed.zero_optimization.overlap_comm=false",  # Overlap was off in these runs.
     ]  # fmt: skip
