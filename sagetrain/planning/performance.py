@@ -44,7 +44,11 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
 # in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step: by hooks (14),
 # or out of rows that are there (8). Inside a host copy engines move both, and what came is added (sums.add_parts).
+# 8-bit layers round weights in both passes then (12), which the other figures have taken in.
 _STATE_BYTES = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
+_BLOCK_WAIT = 1.5
+"""The part of the latency of copies that a pass waits for at each block that copy engines move, by two runs of 3B at
+ZeRO 3 on two H200s (results/engines)."""
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
 
@@ -290,6 +294,7 @@ class _Step:
             converted = self.accumulation * deepspeed_prices.converted_bytes(self.cfg, stage)
         elif stage == 3 and self.layout.hooks == "never":
             per_micro, per_share = 2 + 8 / self.layout.shards if self._blocks_by_copies else 20, per_share + 6
+            per_micro += 12 if self.cfg.linear.low_bit else 0
         per_share -= spared_bytes(self.cfg, self.layout)
         wide = 2 if self.rank.element == 4 and stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.layout.shards
@@ -372,32 +377,24 @@ class _Step:
         return max(0, blocks - call.dense) * call.per_block + (call.at_ends if self.part.first or self.part.last else 0)
 
     def _collective(
-        self,
-        axis: str,
-        purpose: str,
-        kind: str,
-        count: int,
-        payload: int,
-        part: tuple[int, int] | None = None,
-        copied: bool = False,
+        self, axis: str, purpose: str, kind: str, count: int, payload: int, part: tuple[int, int] | None = None
     ) -> CollectiveTime:
         """Return `count` calls of a collective over the ranks of an axis, all of which the GPU waits for.
 
         Args:
             part: the number of ranks and the steps of the axis from one to the next, if only a part of the axis takes
                 part.
-            copied: copy engines move it. Those of tensor parallelism do if they can.
         """
         rank, hardware, replicas = self.rank, self.hardware, self.layout.replicas
         ulysses, experts = rank.context // rank.gather, rank.experts
-        sizes = {"tensor": rank.tensor, "context": ulysses, "gather": rank.gather, "experts": experts, "data": replicas}
-        size, apart = part or (sizes[axis], ulysses if axis == "gather" else 1)
+        sizes = {"tensor": rank.tensor, "context": ulysses, "gather": rank.gather, "experts": experts}
+        size, apart = part or (sizes.get(axis, replicas), ulysses if axis == "gather" else 1)
         bandwidth, latency = hardware.link(1 if axis in ("tensor", "experts") else rank.tensor * apart, size)
-        if copied or (rank.copies and axis == "tensor" and kind != "all-reduce"):
+        if axis == "copies" or (rank.copies and axis == "tensor" and kind != "all-reduce"):
             bandwidth, latency = hardware.copy_bandwidth, self._copy_latency
         wire = count * _WIRE[kind] * (size - 1) / size * payload
         seconds = wire / bandwidth + count * latency
-        named = "context" if axis == "gather" else axis
+        named = {"gather": "context", "copies": "data"}.get(axis, axis)
         return CollectiveTime(named, purpose, kind, count, payload, wire, seconds, exposed=seconds)
 
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
@@ -424,9 +421,9 @@ class _Step:
         def groups(
             purpose: str, kind: str, times: int, alone: int, width: float, part: tuple[int, int], beside: float
         ) -> Iterator[CollectiveTime]:
-            count, how = times * self.cfg.model.num_layers, (1.0, self._copy_latency) if copied else (OVERLAP, 0.0)
-            payload = int((element if copied else width) * block)
-            blocks = self._collective("data", purpose, kind, count, payload, part, copied)
+            count, axis = times * self.cfg.model.num_layers, "copies" if copied else "data"
+            blocks = self._collective(axis, purpose, kind, count, int((element if copied else width) * block), part)
+            how = (1.0, _BLOCK_WAIT * self._copy_latency) if copied else (OVERLAP, 0.0)
             yield _beside(blocks, times * beside, *how)
             yield self._collective("data", f"{purpose} outside of blocks", kind, alone, int(width * outside), part)
 

@@ -310,6 +310,15 @@ def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_se
     meets_3b(linear, layout, engine, tokens_per_second, gib)
 
 
+@pytest.mark.parametrize(("linear", "layout", "tokens_per_second", "gib"), [
+    ("fp8", "dp2-z3", 62_552, 46.2), ("bf16", "dp2-z3", 49_016, None), ("fp8", "dp2", 65_751, None),
+])  # fmt: skip
+def test_blocks_by_copy_engines_are_met(linear, layout, tokens_per_second, gib, today):
+    """The runs are those of results/engines on two H200s. The memory is torch's, with the rows and the slots that are
+    outside of torch's allocator."""
+    meets_3b(linear, layout, "fsdp", tokens_per_second, gib, "parallel.shard_size=null", gpu=H200)
+
+
 @pytest.mark.parametrize(("layout", "tokens_per_second", "gib"), [("dp2", 38_002, 42.7), ("dp2-z3", 37_272, 33.0)])
 def test_four_sequences_on_two_h100s_are_met(layout, tokens_per_second, gib, today):
     """The runs are those of results/engines with four sequences in a micro-step, which are recomputed in full."""
