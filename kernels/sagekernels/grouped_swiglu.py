@@ -31,7 +31,7 @@ def weighted_swiglu_twin(gate_up: Tensor, weights: Tensor, choice: Tensor) -> Te
     """Return silu(gate) * up * weight, computed in float32 and rounded once; zeros for empty rows."""
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, 1)
-    y = (F.silu(gate) * up * _of_rows(weights, choice, wide)).to(gate_up.dtype)
+    y = (F.silu(gate) * up * of_rows(weights, choice, wide)).to(gate_up.dtype)
     return y.masked_fill_((choice < 0)[:, None], 0)
 
 
@@ -43,21 +43,25 @@ def weighted_swiglu_gradients_twin(
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, 1)
     empty = (choice < 0)[:, None]
-    of_rows = (grad.to(wide) * (F.silu(gate) * up)).sum(1)
-    of_result = grad.to(wide) * _of_rows(weights, choice, wide)
+    products = (grad.to(wide) * (F.silu(gate) * up)).sum(1)
+    of_result = grad.to(wide) * of_rows(weights, choice, wide)
     of_gate = torch.ops.aten.silu_backward(of_result * up, gate)
     gradients = torch.cat((of_gate, of_result * F.silu(gate)), 1).to(gate_up.dtype).masked_fill_(empty, 0)
-    if not len(choice):
-        return gradients, torch.zeros_like(weights, dtype=wide)
-    of_weights = of_rows[slot.long().clamp(min=0)].masked_fill_(slot < 0, 0)
-    return gradients, of_weights
+    return gradients, of_choices(products, slot)
 
 
-def _of_rows(weights: Tensor, choice: Tensor, wide: torch.dtype) -> Tensor:
+def of_rows(weights: Tensor, choice: Tensor, wide: torch.dtype) -> Tensor:
     """Return the weight of each row as a column; anything for empty rows."""
     if not weights.numel():
         return weights.new_zeros(len(choice), 1, dtype=wide)
     return weights.reshape(-1).to(wide)[choice.long()][:, None]
+
+
+def of_choices(numbers: Tensor, slot: Tensor) -> Tensor:
+    """Return the number of each choice's row, [T, k]; zeros for choices without one."""
+    if not len(numbers):
+        return numbers.new_zeros(slot.shape)
+    return numbers[slot.long().clamp(min=0)].masked_fill(slot < 0, 0)
 
 
 @triton.jit

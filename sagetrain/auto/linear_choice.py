@@ -77,6 +77,7 @@ def settle_linear(
             if model.experts is not None:  # Each rank has its own tokens, or as many of others.
                 number = model.experts.number // calls.expert_parallel_size
                 rank = model.experts.model_copy(update={"number": number})
+                how["biased"] = model.conventions == "gpt_oss"
                 own, why = time_experts(rank, model.hidden_size, [way], tokens=tokens // ranks, **how)
                 times["experts"] = own
                 refused += why
@@ -90,6 +91,7 @@ def settle_linear(
             return "bf16" if below is None else _name(way, below)
 
         key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN, model.experts, calls.expert_parallel_size
+        key = *key, model.conventions
         return named[decide("linear", measure, pick, key=key, device=device, cache=cache, say=say)]
 
     had = kept_linear(asked, before.linear) if before and before.linear.precision != "auto" else None
@@ -230,6 +232,7 @@ def time_experts(
     hidden: int,
     ways: Sequence[str],
     *,
+    biased: bool = False,
     tokens: int,
     kept: bool,
     compiled: bool,
@@ -238,7 +241,8 @@ def time_experts(
     seconds: Callable[[Callable[[], None]], float],
 ) -> tuple[dict[str, float], list[str]]:
     """Return the seconds of forward and backward of a rank's experts by way, and the reasons why some were refused.
-    Tokens go to experts by chance. The router is no part of it. The arguments are those of time_layers."""
+    Tokens go to experts by chance. The router is no part of it. biased: LayerSpec.biased_experts. The other arguments
+    are those of time_layers."""
     matmuls = {"bf16": GroupedMatmul(), **GROUPED_LOW_BIT}
     draw = torch.Generator(device).manual_seed(0)
     x, grad = (torch.randn(tokens, hidden, generator=draw, device=device, dtype=dtype) for _ in range(2))
@@ -248,7 +252,7 @@ def time_experts(
 
     def make(way: str, wide: bool) -> nn.Module:
         place: dict[str, Any] = {"dtype": torch.float32 if wide else dtype, "device": device}
-        layer = Experts(experts.number, hidden, experts.ffn_size, matmul=matmuls[way], **place)
+        layer = Experts(experts.number, hidden, experts.ffn_size, biased=biased, matmul=matmuls[way], **place)
         own = torch.Generator(device).manual_seed(1)
         with torch.no_grad():
             for p in layer.parameters():

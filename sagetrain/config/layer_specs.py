@@ -44,6 +44,8 @@ class AttentionSpec(NamedTuple):
     """Whether q, k and v have biases."""
     sinks: bool = False
     """Whether each query head has a sink."""
+    out_bias: bool = False
+    """Whether the output projection has a bias."""
 
     def heads_of(self, ranks: int) -> tuple[int, int]:
         """Return the query heads and the key/value heads that attention computes with on one of so many tensor- and
@@ -111,6 +113,8 @@ class LayerSpec(NamedTuple):
     """Whether norms multiply by 1 + their gain."""
     experts: ExpertsConfig | None = None
     """The experts, whose sum is added to the output of `mlp`. None: the layer has none."""
+    biased_experts: bool = False
+    """Whether router and experts have biases, and experts the clamped SwiGLU (sagekernels/grouped_clamped.py)."""
 
     @property
     def normed(self) -> tuple[bool, bool]:
@@ -141,13 +145,14 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
     Args:
         qk_norm: attention.qk_norm. It makes no difference to linear layers.
     """
-    windows, gemma = model.windows, model.conventions == "gemma"
+    windows, gemma, oss = model.windows, model.conventions == "gemma", model.conventions == "gpt_oss"
     stretch = 1.0 if model.query_scale is None else (model.head_dim / model.query_scale) ** 0.25
 
     def layer(windowed: bool, experts: ExpertsConfig | None) -> LayerSpec:
         reach = Reach(None, Rope(model.rope_theta, model.rope_scaling, stretch))
         if windows and windowed:
-            reach = Reach(windows.tokens, Rope(windows.rope_theta or model.rope_theta, None, stretch))
+            scaling = model.rope_scaling if oss else None
+            reach = Reach(windows.tokens, Rope(windows.rope_theta or model.rope_theta, scaling, stretch))
         attention = AttentionSpec(
             heads=model.num_attention_heads,
             key_heads=model.num_key_value_heads,
@@ -156,9 +161,10 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
             qk_norm=qk_norm,
             bias=model.qkv_bias,
             sinks=model.sinks,
+            out_bias=oss,
         )
         mlp = MLPSpec(experts.shared * experts.ffn_size if experts else model.ffn_hidden_size, model.activation)
-        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts)
+        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts, oss)
 
     kinds = {(letter, experts): layer(letter == "W", experts) for letter in "WF" for experts in {None, model.experts}}
     pattern = windows.pattern if windows else "F"

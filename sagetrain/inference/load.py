@@ -220,16 +220,17 @@ def load_run(
     trained = kept_attention(cfg.attention, before.attention)
     cfg = cfg.model_copy(update={"linear": kept_linear(cfg.linear, before.linear)})
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
+    wide: LoadedAttention = "reference" if cfg.model.sinks else "sdpa"
     try:
         asked = trained if attention is None else trained.model_copy(update={"backend": attention})
         backend, _ = resolve_backend(asked, cfg.model, device=device, dtype=dtype)
     except ValueError as error:
         if attention is not None:
             raise ConfigError(f"{spelled('attention')} {attention}: {error}") from error
-        report(f"{error}; sdpa is used here")  # The run was trained on other hardware.
-        backend = "sdpa"
+        backend = wide
+        report(f"{error}; {wide} is used here")  # The run was trained on other hardware.
     if backend == "auto":  # The version that trained the run did not record the choice.
-        backend = "sdpa"
+        backend = wide
     try:
         # In 8 bits they are the same layers as in training.
         multiply = cfg.linear.model_copy(update={"precision": linear or "bf16"})

@@ -67,11 +67,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     other."""
     family = _family(config, where)
     name = family.name
-    if config.get("quantization_config"):
-        raise ConfigError(
-            f"{where}: quantization_config: weights that are quantized are not read; take the folder in which the "
-            "model is published in 16 bits"
-        )
+    _quantization(config, family, where)
     if others := [name for name in config.get("configuration_files") or [] if name != "config.json"]:
         raise ConfigError(
             f"{where}: configuration_files names {', '.join(map(str, others))}, and transformers takes one of these by "
@@ -102,6 +98,9 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     if absent := [f"{key} {value}" for key, value in defaults.items() if key not in config]:
         report(f"{where}: taken as transformers takes what is not there: {', '.join(absent)}")
     said = {**defaults, **config}
+    if family.rope and not (said.get("rope_scaling") or said.get("rope_parameters")):
+        report(f"{where}: has no rope_scaling: {family.rope} is taken, as transformers does")
+        said["rope_parameters"] = family.rope
     windows, said = _windows(said, family, where)
     theta, scaling = _rotary(said, family.theta, where, report)
     experts = _experts(said, family.mixture, where) if family.mixture else None
@@ -128,7 +127,8 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             raise ConfigError(f"{where}: {finding.key.removeprefix('model.')} {finding.value} {finding.message}")
     if model.head_dim % 2:
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
-    attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": family.qk_norm})
+    backend = "reference" if model.sinks else "sdpa"
+    attention = AttentionConfig.model_validate({"backend": backend, "qk_norm": family.qk_norm})
     # transformers uses another class for a Mistral whose layers have types. In that class these types mean full
     # attention.
     windowed = name == "MistralForCausalLM" and not said.get("layer_types")
@@ -161,6 +161,20 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
             "both to what the model is"
         )
     return FAMILIES[name]
+
+
+def _quantization(config: Mapping[str, Any], family: Family, where: str) -> None:
+    """Raise ConfigError for weights that are quantized in a way that is not read."""
+    if not (said := config.get("quantization_config")):
+        return
+    fused = family.mixture is not None and family.mixture.fused
+    method = said.get("quant_method") if isinstance(said, dict) else said
+    if fused and method == "mxfp4":
+        return
+    raise ConfigError(
+        f"{where}: quantization_config: weights that are quantized are not read{' but in mxfp4' * fused}; take the "
+        "folder in which the model is published in 16 bits"
+    )
 
 
 def _head_dim(said: Mapping[str, Any], where: str) -> int:
@@ -330,8 +344,6 @@ def _rope(said: Mapping[str, Any], key: str, default: float, where: str) -> tupl
         if kind == "llama3" and (missing := [name for name in OF_SCALING[kind] if name not in given]):
             raise ConfigError(f"{where}: RoPE llama3 without {' and '.join(missing)}; copy the folder again")
         scaling |= {name: given.pop(name) for name in OF_SCALING[kind] if name in given}
-        if given.get("truncate") is True:
-            del given["truncate"]
     if given:
         raise ConfigError(
             f"{where}: RoPE {kind} with {given}: SageTrain does not compute that; delete what is not the model's, or "

@@ -183,12 +183,13 @@ def _dtype(reader: Reader, spec: TensorSpec, asked: Dtype | None, computed_in: s
 def _values(reader: Reader, spec: TensorSpec, dtype: torch.dtype, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the folder that are one of ours, by their names."""
     start = 0
-    for name in family.theirs(spec):
-        out = torch.empty(spec.matrix, dtype=dtype)
+    names = family.theirs(spec)
+    for name in names:
+        out = torch.empty(spec.matrix if len(names) > 1 else spec.shape, dtype=dtype)
         # The rows that pad the vocabulary are left out. The other rows are the first values of the flattened tensor.
         reader.fill(out.view(-1), spec.name, "weight", 0, 1, start)
         start += out.numel()
-        yield name, out
+        yield name, family.for_folder(spec, out)
 
 
 def _check_biases(reader: Reader, model: ModelConfig, family: Family) -> None:

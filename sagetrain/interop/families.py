@@ -12,9 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from sagekernels.grouped_clamped import ALPHA, LIMIT
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, ExpertsConfig, ModelConfig
 from sagetrain.config.sections.model import QKNorm
+from sagetrain.interop import fused_experts
 from sagetrain.model.tensors import TensorSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -31,7 +35,9 @@ _TENSORS = {
     "attention.qkv.v_bias": "self_attn.v_proj.bias",
     "attention.q_norm.gain": "self_attn.q_norm.weight",
     "attention.k_norm.gain": "self_attn.k_norm.weight",
+    "attention.sinks": "self_attn.sinks",
     "attention.out.weight": "self_attn.o_proj.weight",
+    "attention.out.bias": "self_attn.o_proj.bias",
     "attention_post_norm.gain": "post_attention_layernorm.weight",
     "mlp_norm.gain": "post_attention_layernorm.weight",
     "mlp.gate_up.gate": "mlp.gate_proj.weight",
@@ -77,6 +83,9 @@ class MixtureKeys:
     """Whether norm_topk_prob says if weights are renormalized. Without the key they always are."""
     dense_layers: bool = False
     """Whether decoder_sparse_step and mlp_only_layers say which layers have an MLP in the place of experts."""
+    fused: bool = False
+    """Whether the experts of a layer are one tensor for each product (fused_experts.py). Family.tensors names them, and
+    they may be in MXFP4."""
 
     @property
     def keys(self) -> set[str]:
@@ -106,6 +115,8 @@ class MixtureKeys:
         """Return the names of a router's matrix, or of the matrices of experts, without their layer. None: the tensor
         is neither."""
         (*_, name), (gate, up, down) = spec.name.split("."), self.parts
+        if self.fused:
+            return None
         if spec.kind == "router":
             return [self.router]
         if spec.cut != "experts":
@@ -135,6 +146,10 @@ class Family:
     """The base of the rotary embedding of a config.json that does not name one."""
     window_theta: float | None = None
     """The base in layers with a window. None: it is that of the other layers."""
+    one_rope: bool = False
+    """Whether layers with a window have the rotary embedding of the others, scaling included."""
+    rope: Mapping[str, Any] | None = None
+    """The rope_parameters of a config.json that has neither these nor rope_scaling. None: no scaling."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """Further names in config.json of keys of our section `model`, beside SIZES. Other classes do not have the keys."""
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -160,6 +175,8 @@ class Family:
         same = all(getattr(model, key) == value for key, value in wanted.items())
         windows = bool(self.pattern) or model.windows is None
         same = same and ("query_scale" in self.sizes or model.query_scale is None)
+        of_windows = model.windows.rope_theta if model.windows else None
+        odd = odd or (self.one_rope and of_windows not in (None, model.rope_theta))
         return self.qk_norm == attention.qk_norm and same and windows and not odd
 
     def theirs(self, spec: TensorSpec) -> list[str]:
@@ -173,6 +190,23 @@ class Family:
         of_experts = self.mixture.names(spec) if self.mixture else None
         found = [names[in_block[2]]] if of_experts is None else of_experts
         return [f"model.layers.{in_block[1]}.{name}" for name in found]
+
+    def _fused(self, spec: TensorSpec) -> bool:
+        return self.mixture is not None and self.mixture.fused and spec.cut == "experts"
+
+    def stored_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Return the shape in a folder of each of the tensors that are one of ours."""
+        return fused_experts.stored_shape(spec) if self._fused(spec) else spec.matrix
+
+    def from_folder(self, spec: TensorSpec, tensor: Tensor) -> Tensor:
+        """Return the values of a folder's tensor, of any shape, as those of the one of ours that it is, flattened."""
+        if self._fused(spec):
+            tensor = fused_experts.from_folder(spec, tensor.view(self.stored_shape(spec)))
+        return tensor.flatten()
+
+    def for_folder(self, spec: TensorSpec, tensor: Tensor) -> Tensor:
+        """Return one of the tensors of a folder that are one of ours, given its values in our order."""
+        return fused_experts.for_folder(spec, tensor).contiguous() if self._fused(spec) else tensor
 
 
 FAMILIES = {
@@ -296,13 +330,35 @@ FAMILIES = {
             heads_fill=True,
             mixture=MixtureKeys("num_experts", "intermediate_size"),
         ),
+        Family(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            "none",
+            {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}
+            | {"sliding_window": 128, "router_aux_loss_coef": 0.001},
+            model={"qkv_bias": True, "sinks": True, "conventions": "gpt_oss"},
+            writes={"attention_bias": True, "swiglu_limit": LIMIT},
+            pattern="WF",
+            theta=150000.0,
+            one_rope=True,
+            rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+            tensors={
+                "mlp.router.weight": "mlp.router.weight",
+                "mlp.router.logit_bias": "mlp.router.bias",
+                "mlp.experts.gate_up": "mlp.experts.gate_up_proj",
+                "mlp.experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+                "mlp.experts.down": "mlp.experts.down_proj",
+                "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
+            },
+            demands={"attention_bias": True, "swiglu_limit": LIMIT, "swiglu_alpha": ALPHA},
+            mixture=MixtureKeys("num_local_experts", "intermediate_size", chooses=False, fused=True),
+        ),
     )
 }
 """The families by the names of their classes. A model is exported as the first one that computes it."""
 
 
 REFUSED = {
-    "GptOssForCausalLM": "its experts have biases and a clamped activation, and all its projections have biases",
     "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
     "Qwen3NextForCausalLM": "most of its layers are linear attention",
     "DeepseekV2ForCausalLM": "its attention is latent (MLA)",

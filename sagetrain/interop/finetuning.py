@@ -159,7 +159,7 @@ def _sections(model: ModelConfig, attention: AttentionConfig) -> str:
     backend = f"  backend: {attention.backend}"
     given = {"backend": attention.backend, **attention.model_dump(mode="json", exclude_defaults=True)}
     text = dump({"model": model.model_dump(mode="json"), "attention": given})
-    return text.replace(f"{backend}\n", f"{backend} # sdpa: 16 bits; sage: INT8\n")
+    return text.replace(f"{backend}\n", f"{backend} # 16 bits; sage: INT8\n")
 
 
 def _aligned(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
-from sagetrain.interop.families import ACTIVATIONS, family_of
+from sagetrain.interop.families import ACTIVATIONS, Family, family_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ SETTINGS = {
 OF_SCALING = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "linear": (),
-    "yarn": ("beta_slow", "beta_fast", "attention_factor"),
+    "yarn": ("beta_slow", "beta_fast", "attention_factor", "truncate"),
 }
 
 
@@ -47,7 +47,7 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "hidden_act": ACTIVATIONS[model.activation],
         "max_position_embeddings": seq_length,
         "rms_norm_eps": model.norm_eps,
-        **(_kinds_of_layers(model) if family.pattern else _rotary(model)),
+        **(_kinds_of_layers(model, family) if family.pattern else _rotary(model)),
         "tie_word_embeddings": model.tie_embeddings,
         **({} if model.qkv_bias else {"attention_bias": False}),
         "attention_dropout": 0.0,
@@ -64,16 +64,20 @@ def _rotary(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _kinds_of_layers(model: ModelConfig) -> dict[str, Any]:
+def _kinds_of_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys of a class whose layers may have windows. transformers reads rotary embeddings of both kinds of
-    layers from rope_parameters alone."""
+    layers from rope_parameters alone, unless both have the same one."""
     names = {True: "full_attention", False: "sliding_attention"}
     every, windows = [each.attention.reach for each in layers(model)], model.windows
     theta = model.rope_theta if windows is None or windows.rope_theta is None else windows.rope_theta
     full = {"rope_type": "default"} if model.rope_scaling is None else _rope_scaling(model.rope_scaling)
-    return {
+    kinds = {
         "layer_types": [names[reach.window is None] for reach in every],
         "sliding_window": windows and windows.tokens,
+    }
+    if family.one_rope:
+        return kinds | {"rope_theta": model.rope_theta, "rope_scaling": full}
+    return kinds | {
         "rope_parameters": {
             "full_attention": {**full, "rope_theta": model.rope_theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": theta},

@@ -47,9 +47,11 @@ _SHAPED_BY = {
     "o_proj": "num_attention_heads, head_dim and hidden_size",
     "k_proj": "num_key_value_heads, head_dim and hidden_size",
     "v_proj": "num_key_value_heads, head_dim and hidden_size",
+    "sinks": "num_attention_heads",
     "experts": "moe_intermediate_size (or else intermediate_size) and hidden_size",
     "mlp.gate.": "num_experts and hidden_size",
     "moe.gate.": "num_local_experts and hidden_size",
+    "mlp.router.": "num_local_experts and hidden_size",
     "mlp": "intermediate_size and hidden_size",
     "q_norm": "head_dim",
     "k_norm": "head_dim",
@@ -143,9 +145,11 @@ def import_folder(
             file = f"weights-{number:05d}.safetensors"
             values = {}
             for spec in part:
-                padded, theirs = _padded(spec), described.family.theirs(spec)
+                family = described.family
+                padded, theirs = _padded(spec), family.theirs(spec)
                 if len(theirs) == 1:
-                    values[f"{spec.name}|weight"] = files.read(theirs[0], padded)
+                    shape = padded if spec.kind == "embedding" else family.stored_shape(spec)
+                    values[f"{spec.name}|weight"] = family.from_folder(spec, files.read(theirs[0], shape))
                 else:
                     begun = upcycling.router(spec, model) if spec.kind == "router" else torch.zeros(spec.size)
                     values[f"{spec.name}|weight"] = files.joined(theirs, dtypes[spec]) if theirs else begun
@@ -226,8 +230,8 @@ def _matched(
             f"{why or 'what they do would be lost, so this model cannot be read'}{f' ({says})' if cause else ''}"
         )
     for name, spec in wanted.items():
-        if files.shape(name) != spec.matrix:
-            raise ConfigError(_other_shape(name, files.shape(name), spec.matrix, where, tokenizer))
+        if files.shape(name) != (shape := family.stored_shape(spec)):
+            raise ConfigError(_other_shape(name, files.shape(name), shape, where, tokenizer))
     return model, {spec: _dtype(files, family.theirs(spec)) for spec in specs}
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from sagetrain.config.errors import ConfigError, many, refuse_pointer
 from sagetrain.data.tokenizer_config import keys_in
+from sagetrain.interop import fused_experts
 from sagetrain.interop.causes import MERGE, no_weights
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
 
@@ -44,6 +45,8 @@ class WeightFiles:
         self._files: dict[str, str] = {}
         self._headers: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
         self._stored: dict[str, str] = {}
+        self._packed: dict[str, tuple[str, str]] = {}
+        """The files of blocks and of scales of each tensor in MXFP4."""
         index, assigned, files = self._entry(named)
         if missing := [file for file in files if not (folder / file).is_file()]:
             raise ConfigError(
@@ -78,6 +81,17 @@ class WeightFiles:
                 f"first: {unnamed[0]}"
             )
         self._report_others({*files, index}, report)
+        self._pair_mxfp4()
+
+    def _pair_mxfp4(self) -> None:
+        """Take blocks and scales in MXFP4 as one tensor in bf16."""
+        for blocks in [name for name in self._files if name.endswith(fused_experts.BLOCKS)]:
+            name = blocks.removesuffix(fused_experts.BLOCKS)
+            scales, (shape, kind) = name + fused_experts.SCALES, self._header(blocks)
+            if scales in self._files and kind == "U8" and self._header(scales) == (shape[:-1], "U8"):
+                self._packed[name] = self._files.pop(blocks), self._files.pop(scales)
+                self._files[name] = self._packed[name][0]
+                self._headers[name, self._files[name]] = fused_experts.unpacked_shape(shape), "BF16"
 
     def _entry(self, named: str | None) -> tuple[str, dict[str, str], list[str]]:
         """Return the file that transformers begins with, the file that it assigns to each tensor, and all files of
@@ -178,8 +192,7 @@ class WeightFiles:
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor's values, flattened, with rows of zeros up to `shape`. Raises ConfigError if one of them is
         NaN or infinite."""
-        with self._open(self._files[name]) as opened:
-            tensor: torch.Tensor = opened.get_tensor(self._stored.get(name, name))
+        tensor = self._tensor(self._stored.get(name, name), self._files[name])
         if tensor.numel() and not all(map(torch.isfinite, tensor.aminmax())):
             wrong = int((~tensor.isfinite()).sum())
             raise ConfigError(
@@ -191,6 +204,15 @@ class WeightFiles:
         out = tensor.new_zeros(shape)
         out[: len(tensor)] = tensor
         return out.flatten()
+
+    def _tensor(self, name: str, file: str) -> torch.Tensor:
+        if name in self._packed:
+            ends = fused_experts.BLOCKS, fused_experts.SCALES
+            parts = (self._tensor(name + end, each) for end, each in zip(ends, self._packed[name], strict=True))
+            return fused_experts.unpacked(*parts)
+        with self._open(file) as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
 
     def equal(self, name: str, other: str) -> bool:
         """Return whether two tensors hold the same values, whatever their dtypes."""

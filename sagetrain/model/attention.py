@@ -81,6 +81,7 @@ class Attention(nn.Module):
             out.inputs,
             layer.hidden,
             groups,
+            bias=layer.attention.out_bias,
             matmul=matmuls.get("out"),
             sequence_parallel=sequence_parallel,
             dtype=dtype,

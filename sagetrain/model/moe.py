@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sagekernels.grouped import Rows, plan_rows
+from sagekernels.grouped_clamped import clamped_swiglu, combined_bias
 from sagekernels.grouped_matmul import GroupedMatmul, grouped_gated, grouped_matmul
 from sagekernels.router import router_logits
 from sagetrain.config.layer_specs import LayerSpec
@@ -58,11 +59,15 @@ class _Balanced(torch.autograd.Function):
 class Router(nn.Module):
     """The choice of each token's experts, and the factors of their outputs."""
 
-    def __init__(self, hidden: int, experts: ExpertsConfig, *, dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(
+        self, hidden: int, experts: ExpertsConfig, biased: bool, *, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__()
         self.config = experts
         how: dict[str, Any] = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
         self.weight = nn.Parameter(torch.empty(experts.number, hidden, **how))
+        self.logit_bias = nn.Parameter(torch.empty(experts.number, **how)) if biased else None
+        """The numbers that are added to logits. They are learned."""
         self.bias = nn.Parameter(torch.empty(experts.number, **how))
         """The numbers that are added to scores for the choice alone."""
         self.load = nn.Parameter(torch.empty(experts.number, **how))
@@ -73,6 +78,8 @@ class Router(nn.Module):
     def scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of tokens [T, hidden] and their scores, both fp32 [T, experts]."""
         logits = router_logits(x, self.weight)
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias
         return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
 
     def chosen(self, scores: Tensor) -> Tensor:
@@ -131,16 +138,23 @@ class Experts(LinearLayer[GroupedMatmul]):
         hidden: int,
         inner: int,
         *,
+        biased: bool = False,
         matmul: GroupedMatmul | None,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__(GroupedMatmul(), matmul)
         self.number = number
-        self.gate_up = nn.Parameter(torch.empty(number * 2 * inner, hidden, dtype=dtype, device=device))
+
+        def made(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.gate_up = made(number * 2 * inner, hidden)
         """[experts x (gate, then up), hidden]"""
-        self.down = nn.Parameter(torch.empty(number * hidden, inner, dtype=dtype, device=device))
+        self.down = made(number * hidden, inner)
         """[experts x hidden, inner]"""
+        self.gate_up_bias = made(number * 2 * inner) if biased else None
+        self.down_bias = made(number * hidden) if biased else None
 
     @property
     def weights(self) -> Sequence[Tensor]:
@@ -155,8 +169,13 @@ class Experts(LinearLayer[GroupedMatmul]):
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Return the sum of each token's experts times their weights [T, per token]: [T, hidden] -> [T, hidden]."""
         half = len(self.kept) // 2
-        inner = grouped_gated(x, self.gate_up, weights, rows, self.matmul, self.kept[:half], gathers=True)
-        return grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True)
+        if self.gate_up_bias is None or self.down_bias is None:
+            inner = grouped_gated(x, self.gate_up, weights, rows, self.matmul, self.kept[:half], gathers=True)
+            return grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True)
+        gate_up = grouped_matmul(x, self.gate_up, rows, self.matmul, self.kept[:half], gathers=True)
+        inner = clamped_swiglu(gate_up, self.gate_up_bias, weights, rows)
+        y = grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True)
+        return y + combined_bias(self.down_bias, weights, rows)
 
 
 class MoE(nn.Module):
@@ -183,10 +202,10 @@ class MoE(nn.Module):
         assert layer.experts is not None
         self.groups, self.sequence_parallel, self.share = groups, sequence_parallel, share
         place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.router = Router(layer.hidden, layer.experts, **place)
+        self.router = Router(layer.hidden, layer.experts, layer.biased_experts, **place)
         self._own = _divide(layer.experts.number, groups)
-        inner = layer.experts.ffn_size
-        self.experts = Experts(self._own, layer.hidden, inner, matmul=matmuls.get("experts"), **place)
+        how: dict[str, Any] = {"biased": layer.biased_experts, "matmul": matmuls.get("experts"), **place}
+        self.experts = Experts(self._own, layer.hidden, layer.experts.ffn_size, **how)
         self.calls_experts: bool = False
         """Whether the hooks of experts run, which gather their weights and break a block's graph."""
         self.room: int | None = None

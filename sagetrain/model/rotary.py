@@ -57,9 +57,11 @@ def _kept(scaling: RopeScaling, pairs: Tensor, head_dim: int, theta: float) -> T
     def pair_that_turns(times: float) -> float:
         return head_dim * math.log(turns / times) / (2 * math.log(theta))
 
-    # The share is linear in the number of the pair, between two whole numbers.
-    first = max(0, math.floor(pair_that_turns(scaling.beta_fast)))
-    last = min(head_dim - 1, math.ceil(pair_that_turns(scaling.beta_slow)))
+    # The share is linear in the number of the pair.
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(0, first), min(head_dim - 1, last)
     return 1 - (pairs - first) / (last - first or 1e-3)
 
 

@@ -35,8 +35,8 @@ class TensorSpec:
     """The dim along which the tensor is cut."""
     kind: Literal["matrix", "embedding", "gain", "bias", "router", "state"]
     """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output projection.
-    bias: added to a layer's output, or a sink's score. router: the matrix that makes a token's scores of experts.
-    state: a step changes it by other means than an optimizer, and checkpoints have it."""
+    bias: added to a layer's output, or a sink's score. router: the matrix that makes a token's scores of experts, and
+    the bias of these. state: a step changes it by other means than an optimizer, and checkpoints have it."""
     layer: int | Literal["embedding", "head"]
     """The block that the tensor belongs to; the final norm belongs to the head."""
     into_stream: bool = False
@@ -75,7 +75,8 @@ class TensorSpec:
     @property
     def begins(self) -> float | None:
         """The number that all values begin as. None: they are drawn."""
-        return {"gain": 0.0 if self.of_one else 1.0, "bias": 0.0, "state": 0.0}.get(self.kind)
+        zero = self.kind in ("bias", "state") or (self.kind == "router" and len(self.shape) == 1)
+        return 0.0 if zero else {"gain": 0.0 if self.of_one else 1.0}.get(self.kind)
 
     @property
     def decays(self) -> bool:
@@ -129,12 +130,14 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
     if attention.sinks:
         yield TensorSpec(f"blocks.{number}.attention.sinks", (attention.heads,), "tensor", 0, "bias", number)
     yield row("attention.out", linear["out"])
+    if attention.out_bias:
+        yield TensorSpec(f"blocks.{number}.attention.out.bias", (hidden,), None, None, "bias", number)
     if after:
         yield gain("attention_post_norm", hidden)
     if before:
         yield gain("mlp_norm", hidden)
     if layer.experts:
-        yield from _of_experts(f"blocks.{number}.mlp", number, layer.hidden, layer.experts)
+        yield from _of_experts(f"blocks.{number}.mlp", number, layer.hidden, layer.experts, layer.biased_experts)
     if layer.mlp.inner:
         name = "mlp.shared" if layer.experts else "mlp"
         yield from column(f"{name}.gate_up", linear["gate_up"])
@@ -143,12 +146,16 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
         yield gain("mlp_post_norm", hidden)
 
 
-def _of_experts(mlp: str, number: int, hidden: int, experts: ExpertsConfig) -> Iterator[TensorSpec]:
+def _of_experts(mlp: str, number: int, hidden: int, experts: ExpertsConfig, biased: bool) -> Iterator[TensorSpec]:
     """List the tensors of a router and its experts. gate and up of an expert stand one above the other."""
     count, inner = experts.number, experts.ffn_size
     yield TensorSpec(f"{mlp}.router.weight", (count, hidden), None, None, "router", number)
+    if biased:
+        yield TensorSpec(f"{mlp}.router.logit_bias", (count,), None, None, "router", number)
     yield TensorSpec(f"{mlp}.router.bias", (count,), None, None, "state", number)
     yield TensorSpec(f"{mlp}.router.load", (count,), None, None, "state", number)
     gate_up, down = (count, 2 * inner, hidden), (count, hidden, inner)
     yield TensorSpec(f"{mlp}.experts.gate_up", gate_up, "experts", 0, "matrix", number, matrices=2 * count)
     yield TensorSpec(f"{mlp}.experts.down", down, "experts", 0, "matrix", number, into_stream=True, matrices=count)
+    for name, shape in (("gate_up", gate_up[:2]), ("down", down[:2])) if biased else ():
+        yield TensorSpec(f"{mlp}.experts.{name}_bias", shape, "experts", 0, "bias", number)

@@ -160,6 +160,7 @@ class RowParallelLinear(ParallelLayer):
     `finish_leave` finishes the sum.
 
     Args:
+        bias: add a bias to the sum, which every rank has whole.
         matmul: how the layer multiplies (default: in the dtype of its operands).
 
     Raises:
@@ -172,6 +173,7 @@ class RowParallelLinear(ParallelLayer):
         out_features: int,
         groups: ParallelGroups,
         *,
+        bias: bool = False,
         sequence_parallel: bool = False,
         matmul: Matmul | None = None,
         dtype: torch.dtype,
@@ -182,6 +184,7 @@ class RowParallelLinear(ParallelLayer):
         self.sequence_parallel = sequence_parallel
         local = _divide(in_features, groups, "in_features")
         self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     @property
     def weights(self) -> list[Tensor]:
@@ -191,7 +194,11 @@ class RowParallelLinear(ParallelLayer):
     def forward(self, x: Tensor | Measured) -> Tensor | Pending:
         """Multiply x [tokens, in / tp], and start to sum up [tokens (/ tp with sequence parallelism), out]."""
         (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
-        return start_leave(y, self.groups, self.sequence_parallel, packed=self.matmul.gradient_travels)
+        if self.bias is None:
+            return start_leave(y, self.groups, self.sequence_parallel, packed=self.matmul.gradient_travels)
+        # The first rank adds the bias to the sum, the others add zeros. Each of them gets the gradient of all tokens.
+        y = y + (self.bias if self.groups.tp_rank == 0 else self.bias - self.bias.detach())
+        return start_leave(y, self.groups, self.sequence_parallel)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -98,6 +99,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     ),
     "mixtral": lambda: MixtralConfig(**SIZES | EXPERTS, num_local_experts=4),
     "olmoe": lambda: OlmoeConfig(**SIZES | EXPERTS | {"head_dim": 8}, num_experts=5),
+    "gpt-oss": lambda: GptOssConfig(**SIZES | EXPERTS, num_local_experts=4, sliding_window=20),
 }
 
 

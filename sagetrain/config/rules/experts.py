@@ -19,7 +19,7 @@ _MOST = 1023
 PROVEN: dict[str, tuple[object, ...]] = {
     "model.activation": ("swiglu",),
     "model.norms": ("pre",),
-    "model.conventions": ("llama",),
+    "model.conventions": ("llama", "gpt_oss"),
     "parallel.pipeline_chunks": (1,),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),

@@ -79,7 +79,7 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
             f"is not below {fast} {getattr(scaling, fast)}: no frequency would be between slow and fast",
             f"use a smaller {slow}, or leave both out",
         )
-    for other, keys in {**bounds, "yarn": (*bounds["yarn"], "attention_factor")}.items():
+    for other, keys in {**bounds, "yarn": (*bounds["yarn"], "attention_factor", "truncate")}.items():
         for key in keys if other != scaling.type else ():
             # A configuration that a command wrote has all keys.
             if getattr(scaling, key) != type(scaling).model_fields[key].default:

@@ -37,6 +37,8 @@ class RopeScaling(Section):
     """yarn: frequencies that turn more times than this in original_seq_length tokens are fast."""
     attention_factor: PositiveFloat | None = None
     """yarn: factor that q and k are multiplied by. Default: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: round the numbers of the frequencies between which is interpolated to whole ones. GPT-OSS does not."""
 
 
 class WindowsConfig(Section):
@@ -134,9 +136,11 @@ class ModelConfig(Section):
     """Mixture of experts: number, per_token, ffn_size, ... Default: none, all layers have a dense MLP."""
     activation: Literal["swiglu", "geglu"] = "swiglu"
     """The MLP's: swiglu is silu(gate) * up, geglu is gelu(gate) * up, by the tanh form of gelu, as in Gemma."""
-    conventions: Literal["llama", "gemma"] = "llama"
+    conventions: Literal["llama", "gemma", "gpt_oss"] = "llama"
     """The family whose details count. gemma: embeddings are multiplied by sqrt(hidden_size), and norms multiply by 1 +
-    their gain, which begins as 0."""
+    their gain, which begins as 0. gpt_oss: the output of attention, routers and experts have biases, which begin as 0
+    and do not decay; experts compute (up + 1) * gate * sigmoid(1.702 gate), where gate is at most 7 and up -7 to 7; and
+    rope_scaling is that of layers with windows as well."""
     query_scale: PositiveInt | None = None
     """Scores are divided by the square root of this. Default: head_dim."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
