@@ -90,8 +90,8 @@ def settle_linear(
             below = smallest(dict(zip(layers, times.values(), strict=True)), way, weights, least)
             return "bf16" if below is None else _name(way, below)
 
-        key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN, model.experts, calls.expert_parallel_size
-        key = *key, model.conventions
+        experts = model.experts, model.conventions, calls.expert_parallel_size
+        key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN, experts
         return named[decide("linear", measure, pick, key=key, device=device, cache=cache, say=say)]
 
     had = kept_linear(asked, before.linear) if before and before.linear.precision != "auto" else None

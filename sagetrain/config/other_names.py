@@ -78,7 +78,8 @@ _KEYS: dict[str, str] = {
         "model.tie_embeddings": "tie_word_embeddings weight_tying share_embeddings_and_output_weights",
         "data.seq_length": "seq_len sequence_length max_seq_len max_seq_length max_position_embeddings block_size "
         "context_length sequence_len cutoff_len",
-        "model.qkv_bias (of q, k and v; no other layer has biases)": "attention_bias mlp_bias bias add_qkv_bias",
+        "model.qkv_bias (of q, k and v; conventions gpt_oss has more)": "attention_bias mlp_bias bias add_qkv_bias",
+        "model.conventions (gpt_oss)": "swiglu_limit swiglu_alpha activation_func_clamp_value",
         "model.activation (swiglu or geglu)": "hidden_act hidden_activation activation_func",
         "model.windows (tokens, pattern, rope_theta)": "sliding_window window_size sliding_window_pattern",
         "model.sinks": "attention_sinks learnable_sink learnable_sinks s_aux",

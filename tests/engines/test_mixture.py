@@ -45,6 +45,8 @@ def config(stage: int, parallel: dict | None = None, dtype: str = "fp32", **sect
 
 THREE = {"num_layers": 3}
 """Two blocks with a mixture behind the dense one, where the order of blocks matters. One block shows all else."""
+BIASED = {**THREE, "conventions": "gpt_oss", "qkv_bias": True}
+"""Routers, experts and attention with biases."""
 
 # Tensor-, context-, pipeline- and expert-parallel sizes of four ranks, and the rest of the configuration.
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
@@ -53,12 +55,12 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
         (1, 1, 1, 1), {"stage": 2, "parallel": {"shard_size": 2, "offload": "optimizer"}}
     ),
     "ZeRO 3, selective": (
-        (1, 1, 1, 1), {"stage": 3, "training": {"activation_checkpointing": "selective"}, "model": THREE}
+        (1, 1, 1, 1), {"stage": 3, "training": {"activation_checkpointing": "selective"}, "model": BIASED}
     ),
     "TP 2, halves, ZeRO 3": ((2, 1, 1, 1), {"stage": 3, "parallel": SPREAD}),
     "TP 2, halves, recomputed, ZeRO 0": (
         (2, 1, 1, 1), {
-            "stage": 0, "parallel": SPREAD, "training": {"activation_checkpointing": 2}, "model": THREE,
+            "stage": 0, "parallel": SPREAD, "training": {"activation_checkpointing": 2}, "model": BIASED,
         },
     ),
     "TP 2 x context 2, attention recomputed, ZeRO 2": (
@@ -75,7 +77,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     ),
     "experts 2 x TP 2, halves, ZeRO 2": ((2, 1, 1, 2), {"stage": 2, "parallel": {**SPREAD, "expert_parallel_size": 2}}),
     "experts 4, compiled, ZeRO 3": (
-        (1, 1, 1, 4), {"stage": 3, "parallel": {"expert_parallel_size": 4}, "model": THREE}
+        (1, 1, 1, 4), {"stage": 3, "parallel": {"expert_parallel_size": 4}, "model": BIASED}
     ),
     "experts 2 x TP 2, halves, recomputed, ZeRO 3, offload": (
         (2, 1, 1, 2), {
@@ -90,7 +92,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
         },
     ),
     "experts 2 x PP 2, ZeRO 3": (
-        (1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}, "model": THREE}
+        (1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}, "model": BIASED}
     ),
     "PP 2, ZeRO 2": ((1, 1, 2, 1), {"stage": 2, "parallel": PIPELINE, "model": THREE}),
     "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}, "model": THREE}),
@@ -174,8 +176,14 @@ def sections_of(name: str, groups: ParallelGroups) -> dict[str, Any]:
     return sections if groups.topology.world_size > 1 else {"stage": 0, "model": sections["model"]}
 
 
-def layers_of(name: str) -> int:
-    return CASES[name][1].get("model", {}).get("num_layers", 2)
+def model_of(name: str) -> dict[str, Any]:
+    model: dict[str, Any] = CASES[name][1].get("model", {})
+    return model
+
+
+def kind_of(name: str) -> str:
+    """Return the key of what the model of a case does in one process."""
+    return str(model_of(name))
 
 
 def trained(
@@ -214,14 +222,14 @@ def in_one_process() -> dict[str, Any]:
     with patch.object(fsdp, "build_optimizer", lambda run, group, pieces, ranks: tiny.SGD(pieces)):
         balanced, plain = ([moved(groups, masked, aux) for masked in (False, True)] for aux in (0.5, 0.0))
     losses = [{name: one[name] - other[name] for name in one} for one, other in zip(balanced, plain, strict=True)]
-    cases = {layers_of(name): name for name in CASES}
+    cases = {kind_of(name): name for name in CASES}
     eight = {
-        layers: {precision: first_step(name, groups, precision) for precision in ("bf16", "int8")}
-        for layers, name in cases.items()
+        kind: {precision: first_step(name, groups, precision) for precision in ("bf16", "int8")}
+        for kind, name in cases.items()
     }
     # Where ranks have experts between them, the noise is that of everything else.
-    dense = {layers: trained(name, groups, lambda spec: spec.cut != "experts")[0] for layers, name in cases.items()}
-    whole = {layers: trained(name, groups) for layers, name in cases.items()}
+    dense = {kind: trained(name, groups, lambda spec: spec.cut != "experts")[0] for kind, name in cases.items()}
+    whole = {kind: trained(name, groups) for kind, name in cases.items()}
     return {"trained": whole, "dense": dense, "losses": losses, "first": eight}
 
 
@@ -248,13 +256,13 @@ def four(tmp_path_factory) -> list[dict[str, Any]]:
 def test_steps_equal_those_of_one_process(alone, four) -> None:
     """A step moves weights by their gradients, so weights show the gradients of all tensors."""
     for name in CASES:
-        cfg = config(0, model={"num_layers": layers_of(name)})
+        cfg = config(0, model=model_of(name))
         specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
-        numbers, mine = alone["trained"][layers_of(name)]
+        numbers, mine = alone["trained"][kind_of(name)]
         assert numbers[0]["norm"] > 0.5  # Clipping is at work.
         expected = joined([mine], specs)
         for rank in four:
-            right = alone["dense"][layers_of(name)] if "experts" in name else numbers
+            right = alone["dense"][kind_of(name)] if "experts" in name else numbers
             for made, wanted in zip(rank["trained"][name][0], right, strict=True):
                 assert made.keys() == wanted.keys(), name
                 for number, value in wanted.items():
@@ -274,9 +282,9 @@ def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
     """The step is the same where ranks have whole sequences and whole matrices, as codes are. Elsewhere rows
     or columns share other scales, and what the step moves is as far from 32 bits as in one process."""
     for name in IN_8_BITS:
-        cfg = config(0, model={"num_layers": layers_of(name), **WIDE})
+        cfg = config(0, model={**model_of(name), **WIDE})
         specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
-        (exact, wide), (numbers, low) = (alone["first"][layers_of(name)][precision] for precision in ("bf16", "int8"))
+        (exact, wide), (numbers, low) = (alone["first"][kind_of(name)][precision] for precision in ("bf16", "int8"))
         truth, expected = (joined([each], specs) for each in (wide, low))
         assert exact["loss"] != numbers["loss"]
         tensor, context, _, experts = CASES[name][0]
@@ -301,7 +309,7 @@ def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
 # -- checkpoints, and steps that are left out --------------------------------------------------------------------------
 
 HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 3"], {"model": THREE}),
+    "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 3"], {"model": BIASED}),
     "bf16": (
         ["TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, ZeRO 1, offload"],
         {"dtype": "bf16", "optimizer": {"name": "muon"}},

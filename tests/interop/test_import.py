@@ -28,6 +28,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from prepare_inputs import published_tokenizer
 from runs import sagetrain
@@ -42,7 +43,7 @@ from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.tokenizer_files import tokenizer_files
-from transformers_models import check_logits, save
+from transformers_models import check_gradients, check_logits, save
 
 SIZES = {
     "hidden_size": 32,
@@ -144,12 +145,48 @@ def test_experts_have_the_same_logits_and_go_back_bit_for_bit(name: str, tmp_pat
     there = weights(folder)
     assert (done.parameters, done.tensors) == (sum(tensor.numel() for tensor in there.values()), len(there))
     check_logits(folder, tmp_path / "run")
+    check_gradients(folder, tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     check_same(folder, tmp_path / "out")
     theirs, ours = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "out"))
     assert {key: ours.get(key) for key in theirs if key.startswith(("num_exp", "norm_topk", "mlp_only", "moe_"))} == {
         key: value for key, value in theirs.items() if key.startswith(("num_exp", "norm_topk", "mlp_only", "moe_"))
     }
+
+
+def test_experts_in_mxfp4_become_bf16(tmp_path: Path) -> None:
+    """The released folders of GPT-OSS. Blocks and scales of a tensor may be in different files."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    folder = save(tmp_path / "in", GptOssConfig(**SIZES | EXPERTS | sizes, num_local_experts=4), torch.bfloat16)
+    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    wanted, scales = {}, {}
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=draw)
+        exponents = torch.randint(115, 125, shape, dtype=torch.uint8, generator=draw)
+        wanted[name] = convert_moe_packed_tensors(blocks.clone(), exponents.clone())
+        tensors[f"{name}_blocks"], scales[f"{name}_scales"] = blocks, exponents
+    parts = {"first.safetensors": tensors, "second.safetensors": scales}
+    (folder / "model.safetensors").unlink()
+    for file, part in parts.items():
+        save_file(part, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = import_folder(folder, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    found = weights(tmp_path / "out")
+    assert len(wanted) == 4 and done.tensors == len(found)
+    for name, value in wanted.items():
+        assert found[name].dtype == torch.bfloat16 and found[name].equal(value), name
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    check_logits(tmp_path / "out", tmp_path / "run")
+    config["quantization_config"] = {"quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="quantization_config: weights that are quantized are not read but in mxfp4"):
+        import_folder(folder, tmp_path / "again")
 
 
 def test_a_tokenizer_that_qwen2_overrules_is_said(tmp_path: Path) -> None:
@@ -276,7 +313,8 @@ def test_a_sliding_window_bounds_the_sequences(tmp_path: Path) -> None:
 
 
 BAD_MIXTURES = [
-    ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "GptOssForCausalLM.*: its experts have biases"),
+    ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "swiglu_limit": 5.0},
+     "swiglu_limit 5.0: SageTrain computes these models with 7.0 alone"),
     ({"mlp_only_layers": [1]}, r"mlp_only_layers \[1\] leave the layers \[1\] .* computes models whose first"),
     ({"decoder_sparse_step": 3}, r"decoder_sparse_step 3 and mlp_only_layers \[0\] leave the layers \[0, 1\] without"),
     ({"num_experts": 8}, "num_experts 8 contradicts num_local_experts 6; delete the one"),

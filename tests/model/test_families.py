@@ -19,7 +19,13 @@ FAMILIES: dict[str, tuple[dict, dict]] = {
     "qwen2.5": ({"qkv_bias": True}, {"qk_norm": "none"}),
     "olmo3": ({"norms": "post", "windows": {"tokens": 5, "pattern": "WWF"}}, {"qk_norm": "all_heads"}),
     "gpt-oss": (
-        {"sinks": True, "windows": {"tokens": 5, "pattern": "WF"}},
+        {
+            "sinks": True,
+            "qkv_bias": True,
+            "conventions": "gpt_oss",
+            "windows": {"tokens": 5, "pattern": "WF"},
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_seq_length": 16, "truncate": False},
+        },
         {"qk_norm": "none", "backend": "reference"},
     ),
     "gemma3": (
@@ -107,8 +113,8 @@ def test_the_cache_of_generation_changes_no_logits(name: str, monkeypatch: pytes
     cfg = tiny.config(0, model=SHAPE | shape, attention=attention)
     model = tiny.model(cfg, ParallelGroups.single())
     for tensor, parameter in model.named_parameters():
-        if tensor.endswith("sinks"):  # They are all 0, and so alike.
-            parameter.detach().copy_(torch.tensor([-1.0, 0.0, 2.0, 4.0]))
+        if tensor.endswith(("sinks", "bias")):  # They are all 0, and so alike.
+            parameter.detach().copy_(torch.linspace(-1.0, 3.0, len(parameter)))
     texts = [torch.randint(0, tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (11, 14)]
     with torch.no_grad():
         cached = CachedModel(model, rows=2, capacity=32)

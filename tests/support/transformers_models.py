@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from sagetrain.inference.load import load_run
+from sagetrain.interop.families import FAMILIES
 
 
 def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
@@ -37,3 +38,29 @@ def check_logits(folder: Path, run_dir: Path, atol: float = 1e-4) -> None:
     # The rows that pad the vocabulary are left out.
     exact = cross_entropy(expected.flatten(0, 1), tokens.flip(-1).flatten())
     torch.testing.assert_close(loss, exact, rtol=0, atol=2e-4)
+
+
+def check_gradients(folder: Path, run_dir: Path) -> None:
+    """Compare the gradients of a loss by a folder's tensors with ours, in float32."""
+    ours, theirs = load_run(run_dir, print).model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    family, vocab_size = FAMILIES[type(theirs).__name__], theirs.config.vocab_size
+    tokens = torch.randint(0, vocab_size, (2, 100), generator=torch.Generator().manual_seed(2))
+    labels = tokens.flip(-1)
+    ours.requires_grad_(True)
+    ours(tokens, labels).backward()
+    cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten()).backward()
+    compared = set()
+    for name, parameter in ours.named_parameters():
+        spec = ours.specs[name]
+        names = family.theirs(spec)
+        if not names:
+            continue  # It is a state of our model alone.
+        assert parameter.grad is not None, name
+        for each, own in zip(names, parameter.grad.view(len(names), -1), strict=True):
+            wanted = theirs.get_parameter(each).grad
+            assert wanted is not None, each
+            shape = spec.matrix if len(names) > 1 else spec.shape
+            found = family.for_folder(spec, own.view(shape))[: len(wanted)]  # Rows that pad the vocabulary are last.
+            assert (found - wanted).norm() <= 1e-4 * wanted.norm(), each
+            compared.add(each)
+    assert compared == {name for name, _ in theirs.named_parameters()}
