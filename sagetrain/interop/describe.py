@@ -202,7 +202,12 @@ def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[
         return None, {**said}
     full, theta = {**said}, said.get("rope_local_base_freq")
     parameters = said.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in parameters.values()):  # one for each type of layers
+    if parameters and isinstance(parameters, dict) and not family.one_rope:  # one for each type of layers
+        if not any(isinstance(value, dict) for value in parameters.values()):
+            raise ConfigError(
+                f"{where}: rope_parameters {parameters} names no type of layers, and transformers drops what it says: "
+                'write {"full_attention": {...}, "sliding_attention": {...}}, each with rope_type and rope_theta'
+            )
         full["rope_parameters"] = parameters.get("full_attention")
         within = {key: value for key, value in (parameters.get("sliding_attention") or {}).items() if value is not None}
         if within.pop("rope_type", "default") != "default" or set(within) - {"rope_theta"}:

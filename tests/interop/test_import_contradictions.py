@@ -208,6 +208,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor and high_freq"),
     ({"rope_parameters": {**LLAMA3, "low_freq_factor": 8.0}}, "low_freq_factor 8.0 is not below high_freq_factor 4.0"),
     ({"rope_parameters": {**YARN, "beta_slow": 64}}, "beta_slow 64.0 is not below beta_fast 32.0"),
+    ({"rope_parameters": YARN, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"},
+     "rope_parameters .*'yarn'.* names no type of layers, and transformers drops what it says: write "),
     ({"rope_theta": 0, "rope_parameters": None}, "rope_theta 0: Input should be greater than 1"),
     ({"rope_parameters": [1]}, r"rope_parameters \[1\] holds no keys"),
     ({"model_type": "qwen3"}, "architectures LlamaForCausalLM contradicts model_type 'qwen3'"),
