@@ -73,7 +73,8 @@ def _kinds_of_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
     full = {"rope_type": "default"} if model.rope_scaling is None else _rope_scaling(model.rope_scaling)
     kinds = {
         "layer_types": [names[reach.window is None] for reach in every],
-        "sliding_window": windows and windows.tokens,
+        # transformers makes the mask of windows whether a layer has one or not.
+        "sliding_window": windows.tokens if windows else family.defaults["sliding_window"],
     }
     if family.one_rope:
         return kinds | {"rope_theta": model.rope_theta, "rope_scaling": full}

@@ -304,11 +304,12 @@ def _say_dtype(config: Mapping[str, Any], dtypes: Mapping[TensorSpec, torch.dtyp
     """Report weights that are stored in another dtype than config.json names. transformers would compute in the
     latter."""
     said = config.get("dtype") or config.get("torch_dtype")
-    others = [dtype for dtype in dtypes.values() if f"{dtype}" not in (f"torch.{said}", f"{said}")]
+    stored = [dtype for spec, dtype in dtypes.items() if spec.kind != "state"]
+    others = [dtype for dtype in stored if f"{dtype}" not in (f"torch.{said}", f"{said}")]
     if said not in (None, "auto") and others:
-        stored = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in others}))
+        kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in others}))
         report(
-            f"{where} says dtype {said}, and tensors are stored in {stored} ({len(others)} of {len(dtypes)}): they are "
+            f"{where} says dtype {said}, and tensors are stored in {kinds} ({len(others)} of {len(stored)}): they are "
             "kept as stored; transformers would round them"
         )
 
