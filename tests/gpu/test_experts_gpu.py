@@ -117,8 +117,10 @@ def test_auto_times_experts_that_are_right():
     experts = ExpertsConfig(number=8, per_token=TOP, ffn_size=INNER)
     how = {"tokens": 512, "kept": True, "compiled": False, "device": torch.device("cuda"), "dtype": torch.bfloat16}
     ways = ["int8"]  # Each compiles for ten seconds.
-    times, refused = time_experts(experts, HIDDEN, ways, **how, seconds=partial(median_seconds, device="cuda"))
-    assert not refused and times.keys() == {"bf16", *ways} and all(0 < value < 1 for value in times.values())
+    seconds = partial(median_seconds, device="cuda")
+    for biased in (False, True):
+        times, refused = time_experts(experts, HIDDEN, ways, biased=biased, **how, seconds=seconds)
+        assert not refused and times.keys() == {"bf16", *ways} and all(0 < value < 1 for value in times.values())
 
 
 def test_routers_multiply_with_the_error_of_fp32():
