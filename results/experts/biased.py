@@ -16,12 +16,12 @@ import time
 import torch
 
 from sagekernels.grouped import plan_rows
-from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedMatmul
 from sagetrain.model.moe import Experts
 from sagetrain.parallel.layers import keep_weights
 
 NUMBER, HIDDEN, INNER, TOP, TOKENS = 32, 2880, 2880, 4, 16384
-WAYS = {"bf16": GroupedMatmul(), "int8": GROUPED_RECIPES["int8", "rowwise"]}
+WAYS = {"bf16": GroupedMatmul(), "int8": GROUPED_LOW_BIT["int8"]}
 
 
 def milliseconds(way: str, biased: bool) -> float:

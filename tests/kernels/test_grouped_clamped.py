@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_inputs import random_choices
 from sagekernels.grouped import plan_rows
 from sagekernels.grouped_clamped import ALPHA, LIMIT, clamped_swiglu, combined_bias
-from sagekernels.grouped_matmul import GROUPED_RECIPES, grouped_matmul
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT, grouped_matmul
 from sagekernels.testing import rel_l2
 
 LOADS = (0, 17, 128, 1, 129, 0, 40, 0)
@@ -59,7 +59,7 @@ def test_experts_with_biases_are_a_loop_over_experts() -> None:
         assert all(a.dtype == dtype and rel_l2(a, b) < limit for a, b in zip(found, truth, strict=True)), dtype
         assert all(map(torch.equal, found, results(experts, dtype, None, 600)))
         assert not found[4][0].any() and not found[6][0].any()
-    low = results(experts, torch.float32, GROUPED_RECIPES["int8", "rowwise"])
+    low = results(experts, torch.float32, GROUPED_LOW_BIT["int8"])
     errors = [rel_l2(a, b) for a, b in zip(low, truth, strict=True)]
     # Where rounding moves a number over a limit, its gradient comes or goes.
     assert all(error < 0.08 for error in errors) and errors[6] < 1e-6, errors
