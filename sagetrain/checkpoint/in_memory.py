@@ -43,16 +43,7 @@ from sagetrain.checkpoint import slots
 from sagetrain.checkpoint.in_store import header_of
 from sagetrain.checkpoint.manifest import write_manifest
 from sagetrain.checkpoint.shares import WrittenShare, manifest_of
-from sagetrain.checkpoint.slots import (
-    CopyFolder,
-    Header,
-    bytes_of,
-    locked,
-    mapped,
-    receive,
-    remove_if_left,
-    send,
-)
+from sagetrain.checkpoint.slots import CopyFolder, Header
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.rendezvous import listen
@@ -83,7 +74,7 @@ class CopiesInMemory:
         self._rank, ranks = groups.rank, groups.topology.world_size
         self._layout = {**layout, "ranks": ranks}
         self._folder = slots.folder_of(run)
-        self._lock = locked(self._folder)
+        self._lock = slots.locked(self._folder)
         self._host = socket.gethostname(), self._folder.stat().st_ino
         self._given: dict[tuple[int, int], CopyFolder] = {}
         local: int = max(of_every_rank(ranks_of_host() or ranks))
@@ -193,7 +184,7 @@ class CopiesInMemory:
         with suppress(OSError, ValueError), socket.create_connection(self._addresses[giver], _PATIENCE) as stream:
             stream.sendall(json.dumps({"run": self._run, "asks": [self._rank, step]}).encode() + b"\n")
             with stream.makefile("rb") as reader:
-                receive(reader, json.loads(reader.readline()), self._own[0])
+                slots.receive(reader, json.loads(reader.readline()), self._own[0])
                 return self._own[0].whole(self._threads)
         return False
 
@@ -230,7 +221,7 @@ class CopiesInMemory:
         tensors: dict[str, dict[str, int]] = {}
         for file, name, shard, _ in self._share.tensors():
             tensors.setdefault(file, {})[name] = shard.stop - shard.start
-        sizes = {file: bytes_of(vectors) for file, vectors in tensors.items()}
+        sizes = {file: slots.bytes_of(vectors) for file, vectors in tensors.items()}
         every = of_every_rank(sizes)
         try:
             for slot in self._own:
@@ -245,7 +236,7 @@ class CopiesInMemory:
                 f"({error.strerror}): give it more (docker --shm-size, mount -o remount,size=), use more hosts, or "
                 "set the key to null"
             ) from error
-        self._files = [{file: mapped(slot.folder / file, tensors[file]) for file in tensors} for slot in self._own]
+        self._files = [{name: slots.mapped(own.folder / name, tensors[name]) for name in tensors} for own in self._own]
         self._sources = [_source(shard, kind) for _, _, shard, kind in self._share.tensors()]
         self._targets = [[files[file][1][name] for file, name, *_ in self._share.tensors()] for files in self._files]
         # The place of each vector in its file, for a GPU that hashes what is copied.
@@ -327,7 +318,7 @@ class CopiesInMemory:
         for slot in (*self._own, *self._held):
             shutil.rmtree(slot.folder, ignore_errors=True)
         self._lock.close()
-        remove_if_left(self._folder)
+        slots.remove_if_left(self._folder)
 
     # -- the threads ------------------------------------------------------------------------------------------------
 
@@ -388,7 +379,7 @@ class CopiesInMemory:
         try:
             if self._peer is None:
                 self._peer = socket.create_connection(self._addresses[self._holder], _PATIENCE)
-            send(self._peer, task.slot, header)
+            slots.send(self._peer, task.slot, header)
             if self._peer.recv(1) != _DONE:
                 raise ConnectionResetError("the other side has closed the connection")
         # The run has ended, or is about to.
@@ -416,11 +407,11 @@ class CopiesInMemory:
             while (message := json.loads(reader.readline()))["run"] == self._run:
                 if (asked := message.get("asks")) is None:
                     older = min(self._held, key=lambda slot: (slot.header() or {"step": -1})["step"])
-                    receive(reader, message, older)
+                    slots.receive(reader, message, older)
                     stream.sendall(_DONE)
                 else:
                     slot = self._given[tuple(asked)]
-                    send(stream, slot, slot.header() or {})
+                    slots.send(stream, slot, slot.header() or {})
 
 
 @dataclass(frozen=True)
