@@ -241,7 +241,6 @@ def test_the_next_copy_is_expected_beside_steps_without_one(monkeypatch) -> None
         ({"parallel": {"zero_stage": 1, "offload": "optimizer"}}, "parallel.offload"),
         ({"training": {"activation_offload": True, "activation_checkpointing": "full"}}, "training.activation_offload"),
         ({"model": {"experts": {"number": 4, "per_token": 2, "ffn_size": 16}}}, "model.experts"),
-        ({"training": {"run_url": "s3://bucket/run"}}, "training.run_url"),
     ],
 )
 def test_what_was_not_tried_is_refused_by_name(sections: dict, key: str) -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 from forked import PATIENCE, Command
 from kept import events_of, kill, restarted
 from runs import BIN, check_same, kill_all, log_of, wait_for, write_config
+from sagetrain.checkpoint import on_disk
+from sagetrain.storage.range_reader import fetch
+from sagetrain.storage.url_path import UrlPath
 
 # Each rank is alone on a host of its own, whose memory is a folder.
 SCRIPT = """
@@ -35,7 +38,9 @@ def start(config: Path) -> Command:
 
 
 def test_ranks_hosts_and_a_whole_job_that_die(tmp_path, corpus, pair) -> None:
-    sections = {"training": {"restarts": 5}, "checkpoint": {"every_tokens": 10**6, "in_memory_every": 1}}
+    store = UrlPath(f"file://{tmp_path}/store/run/checkpoints")
+    training = {"restarts": 5, "run_url": f"{store.parent}"}
+    sections = {"training": training, "checkpoint": {"every_tokens": 10**6, "in_memory_every": 1}}
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, **sections)
     metrics = tmp_path / "run" / "metrics.jsonl"
 
@@ -60,5 +65,8 @@ def test_ranks_hosts_and_a_whole_job_that_die(tmp_path, corpus, pair) -> None:
     # What is trained while a copy is made is taken again: how many steps that is depends on the host.
     first, second = (event["from_step"] for event in events)
     assert 0 < first < second <= at[1] + 1, (first, second, at)
+    newest, copy = on_disk.published(store)[-1], tmp_path / "run/checkpoints"
+    fetch(newest, copy / on_disk.folder_name(on_disk.step_of(newest)))
+    (copy / "latest").write_text(on_disk.folder_name(on_disk.step_of(newest)))
     check_same(tmp_path / "run", pair)
     assert not list((tmp_path / "memory").glob("*/*")), "nothing is left"

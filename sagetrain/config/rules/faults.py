@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import About, no_effect, not_proven
 from sagetrain.config.schema import RunConfig
-from sagetrain.config.sections.base import is_url
 
 WITH_COPIES_IN_MEMORY: dict[str, tuple[object, ...]] = {
     "parallel.engine": ("auto", "fsdp"),
@@ -17,7 +16,6 @@ WITH_COPIES_IN_MEMORY: dict[str, tuple[object, ...]] = {
     "parallel.offload": ("none",),
     "training.activation_offload": (False,),
     "model.experts": (None,),
-    "training.run_url": (None,),
 }
 """The values that were proven with checkpoint.in_memory_every."""
 
@@ -29,13 +27,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         yield About("restarts_resume", "training.restarts", restarts).error(
             "ranks that begin again continue from the newest checkpoint, and checkpoint.resume is never",
             "set checkpoint.resume: auto, or training.restarts: 0",
-        )
-    sources = (source.path for source in (*cfg.data.train, *cfg.data.valid) if is_url(source.path))
-    url = cfg.training.run_url or next(sources, None)
-    if restarts and url:
-        yield About("restarts_url", "training.restarts", restarts).error(
-            f"was tried with files on disks alone, and this run uses {url}",
-            "set training.restarts: 0, and let the launcher start the run again (torchrun --max-restarts)",
         )
     if every := cfg.checkpoint.in_memory_every:
         key = "checkpoint.in_memory_every"
