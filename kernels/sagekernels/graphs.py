@@ -34,7 +34,6 @@ class Pool:
     outside of the recordings."""
 
     def __init__(self) -> None:
-        self._handle = torch.cuda.graph_pool_handle()
         _pools.add(self)
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # An invalid capture may still be known to the allocator, so its object is never freed.
@@ -50,6 +49,9 @@ class Pool:
         Raises:
             Exception: the function's own, or CUDA's if the function does what cannot be captured.
         """
+        if not self._graphs:
+            # The allocator of pinned memory has ended a pool with its last graph, and refuses to begin it again.
+            self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with _no_collection():
             # Threads of loaders and of NCCL may go on meanwhile.
@@ -81,6 +83,7 @@ class Pool:
         """Drop all recordings. They cannot be replayed any more."""
         for graph in list(self._graphs):
             graph.reset()
+        self._graphs.clear()
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

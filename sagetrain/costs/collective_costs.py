@@ -12,6 +12,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 from sagetrain.costs.accounting import expert_weights
 from sagetrain.costs.operations import Rank
+from sagetrain.model.placement import by_rows
 
 INTO, OUT = "into the layers", "out of the layers"
 """The names of what tensor parallelism's collectives exchange: the inputs of column-parallel layers, and the outputs of
@@ -133,11 +134,11 @@ def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost
 
 def _expert_parallel(model: ModelConfig, rank: Rank, parts: int) -> Iterable[CollectiveCost]:
     """List the gathers of tokens, with the weights and numbers of their choices, before experts that ranks have between
-    them, and the sums of their results behind (model/dispatch.py). Beyond as many ranks as a token has experts, these
-    are all-to-alls of the rows that there is room for. Backward each has its counterpart. Nothing runs beside them."""
+    them, and the sums of their results behind (model/dispatch.py). Rows go by all-to-alls of those that there is room
+    for. Backward each has its counterpart. Nothing runs beside them."""
     if rank.experts == 1 or (experts := model.experts) is None:
         return
-    tokens, by_row = rank.tokens // (rank.shards * parts), rank.experts > experts.per_token
+    tokens, by_row = rank.tokens // (rank.shards * parts), by_rows(rank.experts, experts.per_token)
     rows_of_rank = int(rank.room * experts.per_token * tokens)
     count, top = (rows_of_rank, 1) if by_row else (rank.experts * tokens, experts.per_token)
     there: _Kind = "all-to-all" if by_row else "all-gather"

@@ -18,6 +18,7 @@ from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.costs.documents import document_share
+from sagetrain.model.placement import by_rows
 
 # Elements moved per token and column, forward and backward, first fused by torch.compile and then eager. Fused, every
 # kernel reads its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32
@@ -371,7 +372,7 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     kept = (12 if rank.fused else 16) * experts.number + 12 * experts.per_token
     yield moving("scores", _SCORES * experts.number, saved=kept)
     # Tokens of all ranks, which were gathered, or the rows that came from them.
-    by_row = rank.experts > experts.per_token
+    by_row = by_rows(rank.experts, experts.per_token)
     kept = int(element * hidden * (room if by_row else rank.experts)) * (rank.experts > 1)
     if by_row:
         yield moving("rows for other ranks", 4 * element * room * hidden)

@@ -1,8 +1,7 @@
 """The way of tokens to the experts of other ranks, and of the results back.
 
-Up to as many ranks as a token has experts, hardly a token misses a rank: all tokens are gathered, and the results are
-added up. Beyond that a token goes to the rank of each expert that it has chosen, by an all-to-all, and its results come
-back in the same way.
+Either all tokens are gathered, and the results are added up. Or a token goes to the rank of each expert that it has
+chosen, by an all-to-all, and its results come back in the same way (placement.by_rows).
 
 No shape depends on what routers choose, so the host waits for nothing. There is memory for so many rows, and rows
 beyond them are left out, which a flag notes (engines/room.py).
@@ -10,6 +9,7 @@ beyond them are left out, which a flag notes (engines/room.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,11 +17,26 @@ import torch
 from torch import Tensor
 
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, Rows, plan_rows
+from sagetrain.model.placement import by_rows
 from sagetrain.parallel.collectives import exchange, exchanged, finish, gather_tokens, scatter_sums, start_all_gather
 from sagetrain.parallel.topology import ParallelGroups
 
 _Run = Callable[[Tensor, Tensor, Rows], Tensor]
 """The experts of a rank: tokens, factors of their choices and rows -> the sum of each token's experts."""
+
+
+def parts_in(room: int, ranks: int, top: int, own: int) -> int:
+    """Return the number of parts in which tokens can go to experts one after the other, so that no part has more rows
+    than the room, whatever routers choose.
+
+    Args:
+        room: the rows that there is memory for, in hundredths of the mean over ranks.
+        ranks: the number of ranks that have the experts between them.
+        top: the number of a token's experts.
+        own: the number of experts of a rank.
+    """
+    most = ranks * min(top, own) / top if by_rows(ranks, top) else ranks
+    return math.ceil(100 * most / room)
 
 
 def among_ranks(
@@ -36,7 +51,7 @@ def among_ranks(
         own: the number of experts of a rank.
         room: the rows that there is memory for, in hundredths of the mean over ranks. None: all that there can be.
     """
-    way = _exchanged if groups.ep_size > choices.shape[1] else _gathered
+    way = _exchanged if by_rows(groups.ep_size, choices.shape[1]) else _gathered
     return way(run, x, weights, choices, own, groups, room)
 
 

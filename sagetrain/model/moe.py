@@ -26,7 +26,7 @@ from sagekernels.grouped_matmul import GroupedMatmul, grouped_gated, grouped_mat
 from sagekernels.router import router_logits
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.schema import ExpertsConfig
-from sagetrain.model.dispatch import among_ranks
+from sagetrain.model.dispatch import among_ranks, parts_in
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import complete
 from sagetrain.parallel.collectives import start_enter
@@ -209,8 +209,8 @@ class MoE(nn.Module):
         self.calls_experts: bool = False
         """Whether the hooks of experts run, which gather their weights and break a block's graph."""
         self.room: int | None = None
-        """The rows that passes with gradients have memory for, in hundredths of the mean over ranks that have experts
-        between them. None: all rows that there can be."""
+        """The rows that there is memory for, in hundredths of the mean over ranks that have experts between them.
+        Without gradients, tokens go in so many parts that all rows fit. None: all rows that there can be."""
         self.lacking: Tensor | None = None
         """bool []: whether `room` was too small for any pass since it was set to False."""
         self.shared = None
@@ -244,9 +244,14 @@ class MoE(nn.Module):
         run = experts if self.calls_experts else experts.forward
         if self.groups.ep_size == 1:
             return run(x, weights, plan_rows(choices, self._own))
-        room = self.room if torch.is_grad_enabled() else None
-        y, lacking = among_ranks(run, x, weights, choices, self._own, self.groups, room)
-        if room is not None and self.lacking is not None:
+        how = self._own, self.groups
+        if self.room is not None and not torch.is_grad_enabled():
+            # Such a pass is not taken again if rows lack room.
+            parts = min(len(x), parts_in(self.room, self.groups.ep_size, choices.shape[1], self._own))
+            split = zip(*(tensor.tensor_split(parts) for tensor in (x, weights, choices)), strict=True)
+            return torch.cat([among_ranks(run, *part, *how, None)[0] for part in split])
+        y, lacking = among_ranks(run, x, weights, choices, *how, self.room)
+        if self.lacking is not None:
             self.lacking.logical_or_(lacking)
         return y
 

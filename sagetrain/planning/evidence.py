@@ -15,6 +15,7 @@ from typing import NamedTuple
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.hardware import Hardware
+from sagetrain.model.placement import by_rows
 from sagetrain.planning.prediction import StepPrediction
 
 MARGINS: Mapping[str, Mapping[str, float]] = {
@@ -34,6 +35,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "halves without sequence parallelism": 0.15,
         "context parallelism": 0.1,
         "experts": 0.1,
+        "experts over ranks": 0.1,
         "all in the host's memory": 0.15,
         "state in the host's memory": 0.1,
     },
@@ -144,7 +146,8 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
     if cfg.model.experts:
         yield "experts"
         if cfg.parallel.expert_parallel_size > 1:
-            yield "experts over ranks"
+            by_row = by_rows(cfg.parallel.expert_parallel_size, cfg.model.experts.per_token)
+            yield "rows of experts over ranks" if by_row else "experts over ranks"
     if cfg.parallel.tensor_parallel_size > 1:
         yield "tensor parallelism"
         if prediction.overlap and not cfg.parallel.sequence_parallel:

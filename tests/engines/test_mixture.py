@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagekernels.grouped import Rows, plan_rows
 from sagetrain.config import RunConfig
 from sagetrain.config.layout import Layout
 from sagetrain.data.batch import Batch
@@ -21,6 +23,7 @@ from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers, every
 from sagetrain.inference.load import in_training
+from sagetrain.model import dispatch
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.parallel.layers import linear_layers
@@ -336,14 +339,28 @@ def lacking_room(groups: ParallelGroups) -> dict[float, Any]:
     all rows, with the state behind both."""
     found, (own, counted) = {}, batches(groups, 0)
     for room in (1.0, groups.ep_size):
+        most: list[int] = []
         engine = tiny.engine(config(1, {"expert_parallel_size": groups.ep_size, "expert_room": room}), groups)
         before, refused = state_of(engine), 0
         while (result := engine.step(own, len(own), 0.05, counted=counted)).room:
             refused += 1
             assert all(map(torch.equal, before, state_of(engine))), "a step without room has changed something"
         assert result.applied and (refused > 0) == (room == 1)
-        found[room] = result.metrics, state_of(engine)
+        plan = partial(planned, most)
+        with patch.object(dispatch, "plan_rows", plan):
+            valid = engine.evaluate(own[:1])
+        # Rows of a rank have the same mean by both ways: those of its tokens.
+        mean = EXPERTS["per_token"] * own[0].tokens.numel()
+        assert max(most) <= engine.room.times * mean, "an evaluation has more rows than there is room for"
+        found[room] = result.metrics | valid, state_of(engine)
     return found
+
+
+def planned(most: list[int], choices: torch.Tensor, *how: Any) -> Rows:
+    """Note the number of rows that there is memory for."""
+    rows = plan_rows(choices, *how)
+    most.append(len(rows.choice))
+    return rows
 
 
 def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:

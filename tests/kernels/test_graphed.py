@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
+import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from fake_graph import Counted, FakeGraph
 from sagekernels import convert, document_bounds, graphed
 from sagekernels.graphed import _graph
+from sagekernels.graphs import Pool
 from sagekernels.huggingface import bounds_of
 from sagekernels.quantize import tile_means
 
@@ -185,3 +189,30 @@ def test_models_that_it_does_not_take() -> None:
         _graph(twin, Counted(), 4)
     with pytest.raises(ValueError, match="DataParallel reduces gradients by hooks"):
         _graph(nn.DataParallel(Model()), Counted(), 4)
+
+
+def test_a_pool_records_again_when_its_graphs_are_gone(monkeypatch):
+    """The allocator of pinned memory (torch 2.11) ends a pool with its last graph, and cannot begin it again."""
+    users: Counter[int] = Counter()
+
+    class Graph:
+        def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+            assert pool not in users or users[pool] > 0, "use_count > 0 INTERNAL ASSERT FAILED"
+            users[pool] += 1
+            weakref.finalize(self, users.subtract, [pool])
+
+        def capture_end(self) -> None:
+            pass
+
+        reset = capture_end
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", itertools.count().__next__)
+    pool = Pool()
+    first, second = pool.record(int), pool.record(int)
+    del first, second
+    again = pool.record(int)
+    assert [users[number] for number in range(3)] == [0, 1, 0]
+    pool.forget()
+    pool.record(int)
+    assert again and users[1] == 1

@@ -80,8 +80,8 @@ def test_figures_say_what_they_rest_on():
     out = io.StringIO()
     show_plan(CONFIGS / "quickstart.yaml", [], 1, Console(file=out, width=400), brief=True)
     assert "~: no recorded run on NVIDIA H200 stands behind this: model.hidden_size" in out.getvalue()
-    mixture = make_plan(CONFIGS / "olmoe-1b-7b.yaml", ["parallel.expert_parallel_size=2"], 4, HARDWARE["h200"])
-    assert evidence(mixture.cfg, mixture.chosen.prediction, mixture.hardware).missing == ("experts over ranks",)
+    mixture = make_plan(CONFIGS / "olmoe-1b-7b.yaml", ["parallel.expert_parallel_size=16"], 16, HARDWARE["h200"])
+    assert evidence(mixture.cfg, mixture.chosen.prediction, mixture.hardware).missing[0] == "rows of experts over ranks"
     spread = ["parallel.expert_parallel_size=8", "data.micro_batch_size=6", "tokens_per_step.tokens=393216"]
     spread = make_plan(CONFIGS / "olmoe-1b-7b.yaml", spread, 8, HARDWARE["h200"])
     (room,) = (finding for finding in spread.findings if finding.rule == "room_of_experts")
