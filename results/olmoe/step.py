@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,12 +65,13 @@ DTYPE = torch.bfloat16 if GPU else torch.float32
 @torch.no_grad()
 def drawn(parameters, model, groups, seed, device, partition) -> None:
     """Give the initial weights, drawn on the device: as initialize, but in a second and not in minutes."""
-    draw = torch.Generator(device).manual_seed(seed)
     for spec, parameter in parameters:
-        values = torch.empty_like(parameter, device=device)
+        draw = torch.Generator(device).manual_seed(zlib.crc32(spec.name.encode()) + seed)
+        whole = torch.empty(spec.shape, dtype=parameter.dtype, device=device)
         std = model.init_std / ((2 * model.num_layers) ** 0.5 if spec.into_stream else 1)
-        values.fill_(spec.begins) if spec.begins is not None else values.normal_(0, std, generator=draw)
-        materialize(parameter, values)
+        whole.fill_(spec.begins) if spec.begins is not None else whole.normal_(0, std, generator=draw)
+        first = groups.ep_rank * parameter.numel() if spec.cut == "experts" else 0
+        materialize(parameter, whole.flatten()[first : first + parameter.numel()].view_as(parameter).clone())
         if partition is not None:
             partition(spec, parameter)
 
@@ -393,12 +395,7 @@ def worker(name: str, asked: argparse.Namespace) -> None:
     if GPU:
         row["gib"] = torch.cuda.max_memory_allocated() / 2**30
         row["retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    entropy = [v for k, v in row["loads"].items() if k.endswith("entropy")]
-    balance = f", load {row['loads']['moe/max_load']}, entropy {statistics.fmean(entropy):.3f}" if entropy else ""
-    memory = f"{row.get('gib', 0):.1f} GiB, {row.get('retries')} retries"
-    say(f"{row['tokens_per_second']:,.0f} tokens/s, {' '.join(f'{x:.3f}' for x in times)} s, {memory}{balance}")
-    of_many = asked.micro * LENGTH / row["micro_batch"]
-    say(f"a micro-batch {row['micro_batch']:.3f} s, {of_many:,.0f} tokens/s without the update")
+    say(json.dumps(row))
     (out / f"{name}.json").write_text(json.dumps(row, indent=1) + "\n")
     os._exit(0)  # At once, so that the next side has the memory.
 

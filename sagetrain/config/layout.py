@@ -82,12 +82,13 @@ class Layout:
             world_size: number of ranks. None: the fewest that the configuration runs on, for what does not depend on
                 it.
         """
-        parallel, engine, refusal = cfg.parallel, _engine(cfg), _not_recorded(cfg)
+        parallel, engine = cfg.parallel, _engine(cfg)
         tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
         stages, stage, by_deepspeed = parallel.pipeline_parallel_size, parallel.zero_stage, engine == "deepspeed"
         if by_deepspeed:
             stage = min(max(stage, int(cfg.training.dtype == "bf16")), 2)
         world_size = world_size or tensor * context * stages
+        refusal = _not_recorded(cfg, world_size)
         attention = layers(cfg.model)[0].attention
         gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
@@ -200,7 +201,7 @@ def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
     return "deepspeed" if only_deepspeed(cfg) else "fsdp"
 
 
-def _not_recorded(cfg: RunConfig) -> Refusal | None:
+def _not_recorded(cfg: RunConfig, world_size: int) -> Refusal | None:
     parallel, stage, untried = cfg.parallel, cfg.parallel.zero_stage, cfg.training.cuda_graphs == "auto"
     context, stages = parallel.context_parallel_size, parallel.pipeline_parallel_size
     gathers = layers(cfg.model)[0].attention.gather_of(parallel.tensor_parallel_size, context) > 1
@@ -210,8 +211,8 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
          "use fsdp"),
         (untried and gathers, "parallel.context_parallel_size", context, f"gathered keys were {on_cpus}",
          "use one that divides the heads"),
-        (untried and cfg.model.experts is not None, "model.experts", "a section of its own",
-         "few mixtures were recorded on a GPU, and cuda_graphs: on records them", "use null"),
+        (untried and cfg.model.experts is not None and world_size > 1, "model.experts", "a section of its own",
+         "mixtures were recorded on one GPU alone, and cuda_graphs: on records them", "use null, or one rank"),
         (untried and stage == 2, "parallel.zero_stage", stage, f"reductions of every micro-step were {on_cpus}",
          "use 0 or 1"),
         (stage == 2 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,

@@ -244,13 +244,13 @@ class MoE(nn.Module):
         run = experts if self.calls_experts else experts.forward
         if self.groups.ep_size == 1:
             return run(x, weights, plan_rows(choices, self._own))
-        how = self._own, self.groups
         if self.room is not None and not torch.is_grad_enabled():
             # Such a pass is not taken again if rows lack room.
             parts = min(len(x), parts_in(self.room, self.groups.ep_size, choices.shape[1], self._own))
-            split = zip(*(tensor.tensor_split(parts) for tensor in (x, weights, choices)), strict=True)
-            return torch.cat([among_ranks(run, *part, *how, None)[0] for part in split])
-        y, lacking = among_ranks(run, x, weights, choices, *how, self.room)
+            each = (tensor.tensor_split(parts) for tensor in (x, weights, choices))
+            whole = [among_ranks(run, a, b, c, self._own, self.groups, None)[0] for a, b, c in zip(*each, strict=True)]
+            return torch.cat(whole)
+        y, lacking = among_ranks(run, x, weights, choices, self._own, self.groups, self.room)
         if self.lacking is not None:
             self.lacking.logical_or_(lacking)
         return y

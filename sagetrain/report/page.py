@@ -30,7 +30,8 @@ class Chart(NamedTuple):
 
 
 def _of_linear_layers(number: str) -> tuple[str, ...]:
-    return tuple(f"quant/*/{layer}.{number}" for layer in ("gate_up", "down", "qkv", "out"))
+    layers = "gate_up", "down", "experts_gate_up", "experts_down", "qkv", "out"
+    return tuple(f"quant/*/{layer}.{number}" for layer in layers)
 
 
 _ERROR = "relative L2 error, worst layer"

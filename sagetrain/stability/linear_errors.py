@@ -8,6 +8,7 @@ For Y, dX and dW (weights that read one x are one matrix), the tensor of the lay
                                                       to zero on the way to dX and to dW (not to one made of 16 bits)
 
 The output projection in 8 bits is layer `head` with the name head. Its numbers are those of all chunks of its tokens.
+Experts have the names experts_gate_up and experts_down, and numbers of the rows of all experts of a layer.
 Of results with more than 2^20 entries every n-th row is looked at. Sums run over all ranks before the root is taken.
 Under tensor parallelism, Y of out and down and dX of qkv and gate_up are the terms that a rank adds to the sum over the
 group.
@@ -29,12 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sagekernels.grouped import Rows, plan_rows
+from sagekernels.grouped_matmul import GroupedLowBit, GroupedMatmul
+from sagekernels.grouped_products import GROUPED_PRODUCT, GROUPED_WEIGHT_PRODUCT
 from sagekernels.lowbit import LowBit
 from sagekernels.matmul import Matmul
 from sagekernels.observe import pooled_cosine, pooled_rel_l2
 from sagetrain.config.errors import many
+from sagetrain.model.moe import Experts
 from sagetrain.model.transformer import Gradients, Transformer, changed
-from sagetrain.parallel.layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear
+from sagetrain.parallel.layers import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from sagetrain.parallel.metrics import share
 from sagetrain.stability.controller import Controller, Event, Taken
 
@@ -110,16 +115,84 @@ class Observed(Matmul):
     def _compare(self, name: str, found: Tensor, a: Tensor, b: Tensor) -> None:
         """Compare a result with a b in fp32, for every n-th row."""
         every = _every(found)
-        found, exact = found[::every], a[::every].float() @ b.float()
-        sums = [torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (found - exact, found, exact)]
-        self.tell(f"{self.tag}.{name}/rel_l2", pooled_rel_l2, *sums)
-        self.tell(f"{self.tag}.{name}/cosine", pooled_cosine, *sums)
+        _tell_errors(self.tell, f"{self.tag}.{name}", found[::every], a[::every].float() @ b.float())
 
     def _count(self, name: str, grad: Tensor, codes: Tensor) -> None:
         every = _every(grad)
         there = grad[::every] != 0
         lost = there & (codes[::every].float() == 0)
         self.tell(f"{self.tag}.dY/zero_share_{name}", share, lost.sum(), there.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedExperts(GroupedMatmul):
+    """A GroupedMatmul that computes what a low-bit one does, and reports its errors in every backward pass.
+
+    It keeps x and dY as they are, so it is for measurements and not for training. Products that gather tokens are those
+    of gate and up, others those of down.
+    """
+
+    low: GroupedLowBit
+    tell: Numbers
+    tag: str
+    layer: Experts
+
+    def check(self, weight: Tensor, rows: Rows) -> None:
+        """Raise ValueError where sizes are none that the low-bit one multiplies."""
+        self.low.check(weight, rows)
+
+    def read(
+        self, x: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the codes and scales of the rows of x, and x."""
+        return self.low.operand(x, rows, gathers), (x,)
+
+    def forward(self, operand: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of the rows, [R, N]."""
+        return self.low.forward(operand, weight, rows, kept)
+
+    def input_gradient(self, prepared: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of the rows, [R, K]."""
+        return self.low.input_gradient(self.low.prepare(prepared[0], rows, False), weight, rows, kept)
+
+    def weight_gradient(
+        self, prepared: Sequence[Tensor], saved: Sequence[Tensor], rows: Rows, gathers: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the gradient of the weight, [E, N, K]."""
+        (grad,), ((x,), _), low = prepared, super().read(saved[0], rows, gathers), self.low
+        weight = self.layer.weights[not gathers].detach().view(len(rows.ends), -1, x.shape[1])
+        operand, to_weight = low.read(x, rows, False)
+        rounded, tag = low.prepare(grad, rows, False), f"{self.tag}_{'gate_up' if gathers else 'down'}"
+        made = low.weight_gradient(rounded, to_weight, rows, False, dtype)
+        self._compare(f"{tag}.Y", low.forward(operand, weight, rows, ()), x, weight.mT, rows)
+        self._compare(f"{tag}.dX", low.input_gradient(rounded, weight, rows, ()), grad, weight, rows)
+        every = -(-made.numel() // SAMPLE)
+        some = grad[:, ::every].contiguous()
+        exact = GROUPED_WEIGHT_PRODUCT(some.float(), x.float(), rows.ends)
+        _tell_errors(self.tell, f"{tag}.dW", made[:, ::every], exact)
+        there = some.count_nonzero()
+        # A code is not zero only where the entry is not, and what fills tiles up is zero.
+        if not low.wide_weight_gradient:
+            lost = there - rounded[2][::every].float().count_nonzero()
+            self.tell(f"{tag}.dY/zero_share_dW", share, lost, there)
+        lost = there - rounded[0][:, ::every].float().count_nonzero()
+        self.tell(f"{tag}.dY/zero_share_dX", share, lost, there)
+        return made
+
+    def _compare(self, name: str, found: Tensor, a: Tensor, b: Tensor, rows: Rows) -> None:
+        """Compare each row of a times the matrix of its expert with fp32, for every n-th row."""
+        every = _every(found)
+        places = torch.arange(0, len(a), every, dtype=torch.int32, device=a.device)
+        experts = torch.searchsorted(rows.ends, places, right=True)
+        some = plan_rows(experts.masked_fill(experts == len(b), -1)[:, None], len(b))
+        exact = GROUPED_PRODUCT(a[::every].float(), b.float(), some.ends, some.tiles)
+        _tell_errors(self.tell, name, found[::every], exact)
+
+
+def _tell_errors(tell: Numbers, name: str, found: Tensor, exact: Tensor) -> None:
+    sums = [torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (found - exact, found, exact)]
+    tell(f"{name}/rel_l2", pooled_rel_l2, *sums)
+    tell(f"{name}/cosine", pooled_cosine, *sums)
 
 
 def _every(x: Tensor) -> int:
@@ -142,17 +215,20 @@ class LinearErrors:
         self._first = next(iter((leaves or dict(model.named_parameters())).values()))
 
     @property
-    def layers(self) -> dict[tuple[int | str, str], tuple[ParallelLayer, LowBit]]:
-        """The layers in 8 bits at present, by the number of the block and the path inside of it, or both `head`."""
+    def layers(self) -> dict[tuple[int | str, str], tuple[LinearLayer[Any], LowBit | GroupedLowBit]]:
+        """The layers in 8 bits at present, by the number of the block and the path inside of it, or both `head`. The
+        experts of a block are two."""
+        low: dict[tuple[int | str, str], tuple[LinearLayer[Any], LowBit | GroupedLowBit]] = {}
         head = getattr(self._model, "head", None)
-        low = {("head", "head"): (head, head.matmul)} if head is not None and head.matmuls else {}
-        return low | {
-            (number, path): (layer, layer.matmul)
-            for number, block in zip(self._model.numbers, self._model.blocks, strict=True)
-            if number in self._blocks
-            for path, layer in block.named_modules()
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and isinstance(layer.matmul, LowBit)
-        }
+        if head is not None and head.matmuls:
+            low["head", "head"] = head, head.matmul
+        for number, block in zip(self._model.numbers, self._model.blocks, strict=True):
+            for path, layer in block.named_modules() if number in self._blocks else ():
+                if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and isinstance(layer.matmul, LowBit):
+                    low[number, path] = layer, layer.matmul
+                elif isinstance(layer, Experts) and isinstance(layer.matmul, GroupedLowBit):
+                    low |= {(number, f"{path}_{name}"): (layer, layer.matmul) for name in ("gate_up", "down")}
+        return low
 
     @staticmethod
     def tag(number: int | str, path: str) -> str:
@@ -186,8 +262,12 @@ class LinearErrors:
             changes[block, "dear"] = ()
             changes |= {(norm, "reader"): None for norm in (block.attention_norm, block.mlp_norm)}
         for (number, path), (layer, low) in self.layers.items():
-            own = layer.weights if number == "head" else ()
-            changes[layer, "matmul"] = Observed(low=low, tell=tell, tag=self.tag(number, path), weights=own)
+            tag, own = self.tag(number, path), layer.weights if number == "head" else ()
+            if isinstance(low, GroupedLowBit) and isinstance(layer, Experts):
+                of_both = tag[: tag.index("_")]
+                changes[layer, "matmul"] = ObservedExperts(low=low, tell=tell, tag=of_both, layer=layer)
+            elif isinstance(low, LowBit):
+                changes[layer, "matmul"] = Observed(low=low, tell=tell, tag=tag, weights=own)
         return changed(changes)
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from kernel_inputs import random_choices
 from runs import rows_of
+from sagekernels.grouped import GATHER_ROWS, plan_rows
+from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_matmul
+from sagekernels.grouped_products import grouped_product_twin, grouped_weight_product_twin
 from sagekernels.lowbit import LOW_BIT
 from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
@@ -28,7 +33,7 @@ from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability import linear_errors, monitor
 from sagetrain.stability.controller import Taken
-from sagetrain.stability.linear_errors import MUCH, LinearErrors, Vanishing
+from sagetrain.stability.linear_errors import MUCH, LinearErrors, ObservedExperts, Vanishing
 from sagetrain.training import controllers
 from trained import make_trainer
 
@@ -139,6 +144,64 @@ def test_a_layer_is_compared_with_float64_on_its_own_input() -> None:
     for precision, pairs in zip(LOW_BIT, run_distributed(by_hand, 1)[0], strict=True):
         for ours, truth in pairs:
             assert ours == pytest.approx(truth, rel=1e-3, abs=1e-6), precision
+
+
+def of_a_mixture() -> list[list[dict[str, float]]]:
+    """Return the numbers of two steps of a mixture in INT8, with measurement and without."""
+    experts = {"number": 4, "per_token": 2, "ffn_size": 48, "dense_layers": 1}
+    engines = (built(config(1, "int8", model={"experts": experts}), tiny.join(1)) for _ in range(2))
+    return [[step(engine, watched) for _ in range(2)] for engine, watched in zip(engines, (True, False), strict=True)]
+
+
+def test_experts_are_measured_and_their_steps_stay() -> None:
+    ((watched, alone),) = run_distributed(of_a_mixture, 1)
+    found = measured(watched[0])
+    layers = [f"0/{name}" for name in LAYERS] + ["1/qkv", "1/out", "1/experts_gate_up", "1/experts_down", "head/head"]
+    assert set(found) == {f"quant/{layer}.{number}" for layer in layers for number in NUMBERS}
+    assert [{name: one[name] for name in other} for one, other in zip(watched, alone, strict=True)] == alone
+    for name, value in found.items():
+        low, high = {"rel_l2": (0.003, 0.06), "cosine": (0.998, 1)}.get(name.rpartition("/")[2], (0, 0.3))
+        assert low <= value < high, (name, value)
+
+
+@pytest.mark.parametrize("recipe", GROUPED_RECIPES)
+@pytest.mark.parametrize("gathers", [True, False])
+def test_experts_are_compared_with_float64(monkeypatch, recipe, gathers) -> None:
+    """Sampled rows have nearly the error of all of them. An expert has no rows, and rows are left over."""
+    loads, sizes = (37, 0, 90, 1), (64, 48)
+    choices, low, draw = random_choices(loads, 2), GROUPED_RECIPES[recipe], torch.Generator().manual_seed(0)
+    rows = plan_rows(choices, 4, 150)
+    x = torch.randn(len(choices) if gathers else 150, sizes[0], generator=draw)
+    weight = torch.randn(4, sizes[1], sizes[0], generator=draw)
+    grad = torch.randn(150, sizes[1], generator=draw).exp() * (rows.choice >= 0)[:, None]
+    x = x if gathers else x * (rows.choice >= 0)[:, None]
+    told: dict[str, Any] = {}
+    layer = SimpleNamespace(weights=(weight, weight))
+    tell = lambda name, how, *sums: told.__setitem__(name.rpartition(".")[2], float(how(*sums)))  # noqa: E731
+
+    def results(matmul: GroupedMatmul) -> list[torch.Tensor]:
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = grouped_matmul(*leaves, rows, matmul, gathers=gathers)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    observed = ObservedExperts(low=low, tell=tell, tag="quant/0/experts", layer=layer)
+    made, usual = results(observed), results(low)
+    assert all(map(torch.equal, made, usual))
+    wide = GATHER_ROWS(x, rows.choice, 2) if gathers else x
+    exact = grouped_product_twin(wide.double(), weight.double().mT, rows.ends)
+    assert told["Y/rel_l2"] == pytest.approx(rel_l2(made[0], exact), rel=1e-3)
+    exact = grouped_weight_product_twin(grad.double(), wide.double(), rows.ends)
+    assert told["dW/rel_l2"] == pytest.approx(rel_l2(made[2], exact), rel=1e-3, abs=1e-6)
+    of_x = grouped_product_twin(grad.double(), weight.double(), rows.ends)
+    of_low = low.input_gradient(low.prepare(grad, rows, False), weight, rows, ())
+    assert told["dX/rel_l2"] == pytest.approx(rel_l2(of_low, of_x), rel=1e-3)
+    zero = low.prepare(grad, rows, False)[0].float() == 0
+    assert told["dY/zero_share_dX"] == pytest.approx(float((zero & (grad != 0)).sum() / (grad != 0).sum()))
+    assert ("dY/zero_share_dW" in told) != low.wide_weight_gradient
+    every = dict(told)
+    monkeypatch.setattr(linear_errors, "SAMPLE", 1500)
+    results(observed)
+    assert told != every and {name: pytest.approx(value, rel=0.3, abs=0.01) for name, value in every.items()} == told
 
 
 def with_and_without(stage: int, compiled: bool, checkpointing: str) -> tuple[list, list, int, int]:

@@ -25,14 +25,19 @@ def bad(tmp_path_factory, corpus) -> Path:
     return spoiled(corpus, tmp_path_factory.mktemp("bad") / "bad", [*samples_of(15), *samples_of(18)])
 
 
+EXPERTS = {"number": 8, "per_token": 2, "ffn_size": 32, "balance": {"bias_rate": 0.01, "aux_weight": 0.1}}
+MIXTURE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "experts": EXPERTS}
+
+
 def config(folder: Path, corpus: Path, policy: str, name: str = "run", **keys: object) -> Path:
     """Write a run of 30 steps with a checkpoint about every 5 steps. `keys` belong to training or to
-    stability.spikes."""
+    stability.spikes, and `model` is the section."""
     keys = {"total_tokens": 20 * 256 + 10 * 512, **keys}
     spikes = {"window": 16, "grace_steps": 6, "policy": policy}
     spikes |= {key: keys.pop(key) for key in ("max_events",) if key in keys}
     sections = {"stability": {"spikes": spikes}, "checkpoint": {"every_tokens": 1280, "keep_last": 4}}
     sections |= {"attention": {"backend": "sdpa"}, "evaluation": {"every_tokens": 10**9}, "training": keys}
+    sections |= {"model": model} if (model := keys.pop("model", None)) else {}
     return write_config(folder / f"{name}.yaml", corpus, folder / name, **sections)
 
 
@@ -86,9 +91,10 @@ def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
 
 
 def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
-    """Ranks that go back together are in model/test_linear_precision.py, and stages in engines/test_pipeline.py."""
-    finish("sagetrain", config(tmp_path, bad, "rewind", "undisturbed"))
-    finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=list(range(6, 19))))
+    """A mixture has the loads and biases of then. Ranks that go back together are in model/test_linear_precision.py,
+    and stages in engines/test_pipeline.py."""
+    finish("sagetrain", config(tmp_path, bad, "rewind", "undisturbed", model=MIXTURE))
+    finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=list(range(6, 19)), model=MIXTURE))
     undisturbed = tmp_path / "undisturbed"
     events = events_of(undisturbed)
     assert [(event["step"], event["action"], event["weights_of"]) for event in events] == [
@@ -102,8 +108,13 @@ def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
     assert state_of(tmp_path / "dropped").ledger == state.ledger
     ours, theirs = losses_of(undisturbed), losses_of(tmp_path / "dropped")
     assert {step: ours[step] for step in theirs} == theirs  # The losses are as if the steps had never been taken.
+    loads = [
+        {(row["step"], name): value for row in training_rows(run) for name, value in row.items() if name[:4] == "moe/"}
+        for run in (undisturbed, tmp_path / "dropped")
+    ]
+    assert loads[1] and {place: loads[0][place] for place in loads[1]} == loads[1]
 
-    run = config(tmp_path, bad, "rewind")
+    run = config(tmp_path, bad, "rewind", model=MIXTURE)
     # The kill may come while the checkpoint of the rewind is being written.
     assert at_step("sagetrain", run, 16, kill_all) != 0
     finish("sagetrain", run)
