@@ -209,14 +209,14 @@ def _check_biases(reader: Reader, model: ModelConfig, family: Family) -> None:
 
 
 def file_bytes(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> int:
-    """Return the largest size of a file of weights: `most`, or with experts no more than two layers, because a file is
+    """Return the largest size of a file of weights: `most`, or with experts no more than a layer, because a file is
     in memory as a whole."""
     if not any(spec.matrices > 1 for spec in dtypes):
         return most
     layers = Counter[object]()
     for spec, dtype in dtypes.items():
         layers[spec.layer] += spec.size * dtype.itemsize
-    return min(most, 2 * max(layers.values()))
+    return min(most, max(layers.values()))
 
 
 def _shards(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> dict[str, list[TensorSpec]]:

@@ -139,7 +139,7 @@ def test_logits_are_equal_and_tensors_go_back_bit_for_bit(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_have_the_same_logits_and_go_back_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Experts of a layer are two tensors of a checkpoint, and one each in a folder; a file holds two layers at most."""
+    """Experts of a layer are two tensors of a checkpoint, and one each in a folder; a file holds a layer at most."""
     folder = save(tmp_path / "in", MIXTURES[name]())
     done = import_folder(folder, tmp_path / "run")
     there = weights(folder)
