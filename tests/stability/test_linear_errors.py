@@ -157,7 +157,8 @@ def test_experts_are_measured_and_their_steps_stay() -> None:
     ((watched, alone),) = run_distributed(of_a_mixture, 1)
     found = measured(watched[0])
     layers = [f"0/{name}" for name in LAYERS] + ["1/qkv", "1/out", "1/experts_gate_up", "1/experts_down", "head/head"]
-    assert set(found) == {f"quant/{layer}.{number}" for layer in layers for number in NUMBERS}
+    names = {f"quant/{layer}.{number}" for layer in layers for number in NUMBERS}
+    assert set(found) == names - {"quant/head/head.dY/zero_share_dW"}  # In INT8 its dW is in 16 bits.
     assert [{name: one[name] for name in other} for one, other in zip(watched, alone, strict=True)] == alone
     for name, value in found.items():
         low, high = {"rel_l2": (0.003, 0.06), "cosine": (0.998, 1)}.get(name.rpartition("/")[2], (0, 0.3))

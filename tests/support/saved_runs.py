@@ -38,9 +38,11 @@ def randomize(model: Transformer) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spec = model.specs[name]
+            if spec.kind == "state":
+                continue  # Routers that choose with a bias are not exported.
             full = torch.randn(spec.shape, generator=named_generator(7, name))
             full = 1 + full / 4 if spec.kind == "gain" else full / 8
-            parameter.copy_(shard(full, spec.dim, model.groups))
+            parameter.copy_(shard(full, spec.dim, model.groups).view_as(parameter))
 
 
 def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
