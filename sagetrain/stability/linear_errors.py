@@ -172,11 +172,8 @@ class ObservedExperts(GroupedMatmul):
         _tell_errors(self.tell, f"{tag}.dW", made[:, ::every], exact)
         there = some.count_nonzero()
         # A code is not zero only where the entry is not, and what fills tiles up is zero.
-        if not low.wide_weight_gradient:
-            lost = there - rounded[2][::every].float().count_nonzero()
-            self.tell(f"{tag}.dY/zero_share_dW", share, lost, there)
-        lost = there - rounded[0][:, ::every].float().count_nonzero()
-        self.tell(f"{tag}.dY/zero_share_dX", share, lost, there)
+        for to, codes in (("dX", rounded[0][:, ::every]), ("dW", rounded[2][::every])):
+            self.tell(f"{tag}.dY/zero_share_{to}", share, there - codes.float().count_nonzero(), there)
         return made
 
     def _compare(self, name: str, found: Tensor, a: Tensor, b: Tensor, rows: Rows) -> None:

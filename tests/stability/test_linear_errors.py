@@ -18,7 +18,7 @@ from distributed import run_distributed
 from kernel_inputs import random_choices
 from runs import rows_of
 from sagekernels.grouped import GATHER_ROWS, plan_rows
-from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_matmul
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedMatmul, grouped_matmul
 from sagekernels.grouped_products import grouped_product_twin, grouped_weight_product_twin
 from sagekernels.lowbit import LOW_BIT
 from sagekernels.testing import cosine, rel_l2
@@ -165,12 +165,12 @@ def test_experts_are_measured_and_their_steps_stay() -> None:
         assert low <= value < high, (name, value)
 
 
-@pytest.mark.parametrize("recipe", GROUPED_RECIPES)
+@pytest.mark.parametrize("precision", GROUPED_LOW_BIT)
 @pytest.mark.parametrize("gathers", [True, False])
-def test_experts_are_compared_with_float64(monkeypatch, recipe, gathers) -> None:
+def test_experts_are_compared_with_float64(monkeypatch, precision, gathers) -> None:
     """Sampled rows have nearly the error of all of them. An expert has no rows, and rows are left over."""
     loads, sizes = (37, 0, 90, 1), (64, 48)
-    choices, low, draw = random_choices(loads, 2), GROUPED_RECIPES[recipe], torch.Generator().manual_seed(0)
+    choices, low, draw = random_choices(loads, 2), GROUPED_LOW_BIT[precision], torch.Generator().manual_seed(0)
     rows = plan_rows(choices, 4, 150)
     x = torch.randn(len(choices) if gathers else 150, sizes[0], generator=draw)
     weight = torch.randn(4, sizes[1], sizes[0], generator=draw)
@@ -192,13 +192,12 @@ def test_experts_are_compared_with_float64(monkeypatch, recipe, gathers) -> None
     exact = grouped_product_twin(wide.double(), weight.double().mT, rows.ends)
     assert told["Y/rel_l2"] == pytest.approx(rel_l2(made[0], exact), rel=1e-3)
     exact = grouped_weight_product_twin(grad.double(), wide.double(), rows.ends)
-    assert told["dW/rel_l2"] == pytest.approx(rel_l2(made[2], exact), rel=1e-3, abs=1e-6)
+    assert told["dW/rel_l2"] == pytest.approx(rel_l2(made[2], exact), rel=1e-3)
     of_x = grouped_product_twin(grad.double(), weight.double(), rows.ends)
     of_low = low.input_gradient(low.prepare(grad, rows, False), weight, rows, ())
     assert told["dX/rel_l2"] == pytest.approx(rel_l2(of_low, of_x), rel=1e-3)
     zero = low.prepare(grad, rows, False)[0].float() == 0
     assert told["dY/zero_share_dX"] == pytest.approx(float((zero & (grad != 0)).sum() / (grad != 0).sum()))
-    assert ("dY/zero_share_dW" in told) != low.wide_weight_gradient
     every = dict(told)
     monkeypatch.setattr(linear_errors, "SAMPLE", 1500)
     results(observed)
