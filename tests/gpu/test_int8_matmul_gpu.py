@@ -36,8 +36,9 @@ def test_products_are_within_roundings(sizes, dtype):
 def test_sums_past_int32():
     """All codes are the largest ones, and a result sums 262,144 products."""
     a, b = (torch.full((n, 262_144), 127, dtype=torch.int8, device="cuda") for n in (200, 130))
-    one = torch.ones(1, 1, device="cuda")
-    assert torch.equal(int8_product(a, one, -b, one, torch.float32), product_twin(a, one, -b, one, torch.float32))
+    ones = [torch.ones(len(codes), 1, device="cuda") for codes in (a, b)]
+    found = int8_product(a, ones[0], -b, ones[1], torch.float32)
+    assert torch.equal(found, product_twin(a, ones[0], -b, ones[1], torch.float32))
 
 
 def test_offsets_past_31_bits():
@@ -46,7 +47,7 @@ def test_offsets_past_31_bits():
     a, b = (
         torch.randint(-127, 128, (n, 16), dtype=torch.int8, device="cuda", generator=draw) for n in (65_536, 32_784)
     )
-    one = torch.ones(1, 1, device="cuda")
-    found = int8_product(a, one, b, one, torch.bfloat16)
+    ones = [torch.ones(len(codes), 1, device="cuda") for codes in (a, b)]
+    found = int8_product(a, ones[0], b, ones[1], torch.bfloat16)
     assert found.numel() > 2**31
-    assert torch.equal(found[-8:], product_twin(a[-8:], one, b, one, torch.bfloat16))
+    assert torch.equal(found[-8:], product_twin(a[-8:], ones[0][-8:], b, ones[1], torch.bfloat16))
