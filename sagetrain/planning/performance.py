@@ -43,12 +43,8 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 # copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
 # in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step: by hooks (14),
-# or out of rows that are there (8). Inside a host copy engines move both, and what came is added (sums.add_parts).
-# 8-bit layers round weights in both passes then (12), which the other figures have taken in.
+# or without hooks, which is priced as stage 1, and where 8-bit layers round weights in both passes (12).
 _STATE_BYTES = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
-_BLOCK_WAIT = 1.5
-"""The part of the latency of copies that a pass waits for at each block that copy engines move, by two runs of 3B at
-ZeRO 3 on two H200s (results/engines)."""
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
 
@@ -293,7 +289,7 @@ class _Step:
             per_micro, per_step, per_share = deepspeed_prices.moved_bytes(self.cfg, stage)
             converted = self.accumulation * deepspeed_prices.converted_bytes(self.cfg, stage)
         elif stage == 3 and self.layout.hooks == "never":
-            per_micro, per_share = 2 + 8 / self.layout.shards if self._blocks_by_copies else 20, per_share + 6
+            per_micro, per_step, per_share = map(float, _STATE_BYTES[1])
             per_micro += 12 if self.cfg.linear.low_bit else 0
         per_share -= spared_bytes(self.cfg, self.layout)
         wide = 2 if self.rank.element == 4 and stage else 1
@@ -423,8 +419,14 @@ class _Step:
         ) -> Iterator[CollectiveTime]:
             count, axis = times * self.cfg.model.num_layers, "copies" if copied else "data"
             blocks = self._collective(axis, purpose, kind, count, int((element if copied else width) * block), part)
-            how = (1.0, _BLOCK_WAIT * self._copy_latency) if copied else (OVERLAP, 0.0)
-            yield _beside(blocks, times * beside, *how)
+            how = (1.0, self._copy_latency) if copied else (OVERLAP, 0.0)
+            blocks = _beside(blocks, times * beside, *how)
+            # As measured, that is never faster than ZeRO 1, which moves as much once a step.
+            once = self._collective("data", purpose, kind, self.cfg.model.num_layers, int(width * block), part)
+            least = (
+                _beside(once, min(beside, compute / 3) if kind == "all-gather" else beside).exposed if copied else 0.0
+            )
+            yield dataclasses.replace(blocks, exposed=max(blocks.exposed, least))
             yield self._collective("data", f"{purpose} outside of blocks", kind, alone, int(width * outside), part)
 
         if shards > 1:
