@@ -43,7 +43,7 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 # copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
 # in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step: by hooks (14),
-# or without hooks, which is priced as stage 1, and where 8-bit layers round weights in both passes (12).
+# or by copy engines, which is priced as stage 1, and where 8-bit layers round weights in both passes (12).
 _STATE_BYTES = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
@@ -288,7 +288,7 @@ class _Step:
         if self.layout.engine == "deepspeed":
             per_micro, per_step, per_share = deepspeed_prices.moved_bytes(self.cfg, stage)
             converted = self.accumulation * deepspeed_prices.converted_bytes(self.cfg, stage)
-        elif stage == 3 and self.layout.hooks == "never":
+        elif self._blocks_by_copies:
             per_micro, per_step, per_share = map(float, _STATE_BYTES[1])
             per_micro += 12 if self.cfg.linear.low_bit else 0
         per_share -= spared_bytes(self.cfg, self.layout)

@@ -102,9 +102,12 @@ def test_recorded_runs_are_within_the_margin(model, stages, chunks, micros, more
 
 
 def test_pipelines_are_proposed_where_they_win() -> None:
-    """8B and 70B do not fit uncut, and are proposed as pipelines. What fits, and what has DeepSpeed, is not cut."""
+    """8B, which does not fit uncut at ZeRO 1, is proposed as a pipeline beside ZeRO 3. What fits, and what has
+    DeepSpeed, is not cut."""
     eight = load_config(CONFIGS / "8b.yaml")
-    best, *_ = propose(eight, Target(8, VOCAB, H100))
+    sharded, *others = propose(eight, Target(8, VOCAB, H100))
+    assert sharded.layout.zero_stage == 3
+    best = next(item for item in others if item.layout.stages > 1)
     pasted = load_config(CONFIGS / "8b.yaml", overrides_to(eight, best.cfg))
     assert pasted.parallel.pipeline_parallel_size == best.cfg.parallel.pipeline_parallel_size > 1
     again = pasted.model_copy(update={"linear": best.cfg.linear})
@@ -112,7 +115,6 @@ def test_pipelines_are_proposed_where_they_win() -> None:
     named = load_config(CONFIGS / "8b.yaml", ["parallel.engine=deepspeed"])
     uncut = propose(named, Target(8, VOCAB, H100))
     assert {item.cfg.parallel.pipeline_parallel_size for item in uncut} == {1}
-    assert best.prediction.tokens_per_second > uncut[0].prediction.tokens_per_second
     small = propose(load_config(CONFIGS / "1b.yaml"), Target(8, padded_vocab_size(32_000), H100))
     assert {item.cfg.parallel.pipeline_parallel_size for item in small} == {1}
 
