@@ -136,7 +136,8 @@ def decide(
 ) -> str:
     """Return the name that `pick` takes from the measured times. The table goes to `say`, to the file `cache` and to a
     file of the host (cache_folder). A later call with the same key, on the same kind of device, with the same driver,
-    torch, Triton and SOURCES, gets the name from one of the files. Without `cache` nothing is kept.
+    torch, Triton and SOURCES, gets the name from one of the files. Without `cache` nothing is kept. The file of the
+    host gets no table in which a candidate was refused: what failed in one run may have failed for its surroundings.
 
     Args:
         waits: says what a start waits for while it measures.
@@ -155,7 +156,7 @@ def decide(
         if cache is not None:
             say(f"{what} auto: {waits}")
         kept = _decided(what, measure, pick, device, say)
-    for file in files:
+    for file in files[:1] if kept.get("refused") else files:
         _keep(file, named, kept)
     return str(kept["chosen"])
 
@@ -195,7 +196,8 @@ def _decided(
     except RuntimeError as error:
         raise RuntimeError("\n".join([str(error), *lines])) from error
     say("\n".join([*lines, f"  chosen: {chosen}"]))
-    return {"chosen": chosen, "table": lines}
+    refused = any(math.isinf(seconds) for row in found.times.values() for seconds in row.values())
+    return {"chosen": chosen, "table": lines, "refused": refused}
 
 
 def _of_host(cache: Path) -> list[Path]:
@@ -206,9 +208,10 @@ def _of_host(cache: Path) -> list[Path]:
 
 
 def _entries(file: Path) -> dict[str, Any]:
-    # A file that cannot be read costs another measurement and no run.
+    # A file that cannot be read, or an entry, costs another measurement and no run.
     with suppress(OSError, TypeError, ValueError):
-        return dict(json.loads(file.read_text()))
+        every = dict(json.loads(file.read_text())).items()
+        return {name: entry for name, entry in every if isinstance(entry, dict) and "chosen" in entry}
     return {}
 
 
