@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from sagetrain.model.backends import (
     Projected,
     TokenLayout,
     attention_function,
+    find_flash,
     token_layout,
 )
 from sagetrain.model.selection import resolve_backend
@@ -96,7 +98,15 @@ def settle_attention(
             "attention",
             partial(_measure, named, kinds, calls),
             partial(fastest, gains={name: GAIN for name in named if name.startswith("sage")}),
-            key=(problems, work, calls.dtype, sorted(named), settings),
+            key=(
+                problems,
+                work,
+                calls.dtype,
+                _with_norm(calls),
+                sorted(named),
+                _flash_attn(named, calls.device),
+                settings,
+            ),
             device=calls.device,
             cache=cache,
             say=say,
@@ -143,6 +153,21 @@ def _kinds(model: ModelConfig, shape: Shape, seq_length: int) -> dict[Shape, flo
     return {shape._replace(window=window): count / len(every) for window, count in counts.items()}
 
 
+def _with_norm(calls: RankCalls) -> bool:
+    """Return whether attention is timed behind QK-norm and the rotary embedding, where a run computes these in a kernel
+    of its own."""
+    return calls.context_parallel_size == 1
+
+
+def _flash_attn(candidates: Mapping[str, AttentionConfig], device: torch.device) -> str:
+    """Return which flash-attn a candidate has, with the time of its installation; an empty string without one."""
+    found = find_flash(device) if any(each.backend == "flash" for each in candidates.values()) else None
+    if found is None:
+        return ""
+    version, package = found
+    return f"flash-attn {version}, {os.stat(package.__file__ or '').st_mtime_ns}"
+
+
 def _measure(candidates: Mapping[str, AttentionConfig], kinds: Mapping[Shape, float], calls: RankCalls) -> TimeTable:
     """Time each candidate that is admitted, at each kind of layer."""
     seconds, remarks = dict[str, float](), list[str]()
@@ -161,7 +186,7 @@ def _measure(candidates: Mapping[str, AttentionConfig], kinds: Mapping[Shape, fl
         limits = LIMITS[settings.recipe if settings.backend == "sage" else "fine"]
         verdicts = [admit(attend, shape, **place, limits=limits) for shape in kinds]
         verdict = next((each for each in verdicts if not each.passed), verdicts[0])
-        if settings.qk_norm == "before_rope" and calls.context_parallel_size == 1:
+        if settings.qk_norm == "before_rope" and _with_norm(calls):
             attend = _behind_norm(function)
         seconds[name] = math.inf
         if verdict.passed:

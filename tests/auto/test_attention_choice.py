@@ -2,7 +2,9 @@
 of attention and of linear layers, for all ranks."""
 
 import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +89,17 @@ def test_what_cannot_run_any_more_is_chosen_anew_and_said() -> None:
     assert chosen_from == AttentionConfig(backend="auto") and found.backend == "sage"
     with pytest.raises(ValueError, match="no flash-attn package"):
         settled({"backend": "flash"}, SAGE_SCORES)
+
+
+def test_another_flash_attn_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed, cpu = tmp_path / "flash.py", torch.device("cpu")
+    installed.touch()
+    monkeypatch.setattr(attention_choice, "find_flash", lambda device: ("4", SimpleNamespace(__file__=str(installed))))
+    flash = {"flash": AttentionConfig(backend="flash"), "sdpa": AttentionConfig(backend="sdpa")}
+    before = attention_choice._flash_attn(flash, cpu)
+    os.utime(installed, ns=(0, 1))
+    assert before != attention_choice._flash_attn(flash, cpu) == "flash-attn 4, 1"
+    assert attention_choice._flash_attn({"sdpa": flash["sdpa"]}, cpu) == ""
 
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
@@ -218,11 +231,12 @@ def test_one_rank_chooses_for_all_from_one_ranks_calls(tmp_path: Path) -> None:
     first, second = run_distributed(chosen_on_a_rank, 2, str(tmp_path))
     for tp_size, on, (taken, told), (theirs, nothing) in zip((2, 1), (True, False), first, second, strict=True):
         assert taken == theirs == ["fine", "int8"] and nothing == []
-        (_, where, (problems, work, *_)), (_, beside, (layers, tokens, joined, kept, compiled, *_)) = told
+        (_, where, (problems, work, _, with_norm, *_)), (_, beside, (layers, tokens, joined, kept, compiled, *_)) = told
         assert (where, beside) == (tmp_path / "attention.json", tmp_path / "linear.json")
         heads = tiny.config(1).model.num_attention_heads // 2
         ((shape, share),) = problems
         assert shape.startswith("B{} N{} H{}/".format(*((1, 32) if on else (4, tiny.SEQ)), heads)) and share == 1.0
+        assert with_norm == on  # Ranks that have parts of sequences compute it apart.
         assert work == (32 if on else 0)  # Four times the logarithm of the sum of squares of 10, 6, 10 and 6.
         assert (tokens, joined, kept, compiled) == (4 * tiny.SEQ // 2, on, on, on)
         assert layers == {n: each for n, each in linear_layers(tiny.config(1).model, tp_size).items() if not each.odd}
