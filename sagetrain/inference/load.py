@@ -204,8 +204,8 @@ def load_run(
         report: gets messages about what was skipped, and about what runs differently here.
         step: step of the checkpoint; None: the newest complete one.
         attention: a backend (model/backends.py) for all layers, in place of what the run was trained with.
-        linear: a precision (linear.precision) for the linear layers of the blocks; in 8 bits by the run's recipe if it
-            has one of that precision, else row-wise. Default: 16 bits; `report` says so if the run has others.
+        linear: a precision (linear.precision) for the linear layers of the blocks. Default: 16 bits; `report` says so
+            if the run has others.
         ranks: the ranks that share the model, tensor parallel; all of them call this. Default: this process has all of
             it.
 

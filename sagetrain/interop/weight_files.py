@@ -88,7 +88,8 @@ class WeightFiles:
         for blocks in [name for name in self._files if name.endswith(fused_experts.BLOCKS)]:
             name = blocks.removesuffix(fused_experts.BLOCKS)
             scales, (shape, kind) = name + fused_experts.SCALES, self._header(blocks)
-            if scales in self._files and kind == "U8" and self._header(scales) == (shape[:-1], "U8"):
+            packed = kind == "U8" and len(shape) == 4
+            if packed and scales in self._files and self._header(scales) == (shape[:-1], "U8"):
                 self._packed[name] = self._files.pop(blocks), self._files.pop(scales)
                 self._files[name] = self._packed[name][0]
                 self._headers[name, self._files[name]] = fused_experts.unpacked_shape(shape), "BF16"

@@ -187,6 +187,12 @@ def test_experts_in_mxfp4_become_bf16(tmp_path: Path) -> None:
         assert found[name].dtype == torch.bfloat16 and found[name].equal(value), name
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     check_logits(tmp_path / "out", tmp_path / "run")
+    (cut := tensors | scales)[f"{name}_blocks"], cut[f"{name}_scales"] = (each[0] for each in (blocks, exponents))
+    save_file(cut, folder / "cut.safetensors")
+    index["weight_map"] = dict.fromkeys(cut, "cut.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"{name}_blocks"):
+        import_folder(folder, tmp_path / "again")
     config["quantization_config"] = {"quant_method": "awq"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="quantization_config: weights that are quantized are not read but in mxfp4"):
