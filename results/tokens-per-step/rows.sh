@@ -7,7 +7,8 @@
 # are added to a finished row), SEED the first of them (1), BAND the number of them for which 16 bits leave a parting once
 # more, a rounding apart (2), RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row
 # saves its runs and stops.
-# Rows with a ladder or with capped gains (paper-end16, paper-edges, paper-measured, *-capped) need commit 75f1db79 or an earlier one.
+# Rows with a ladder or with capped gains (paper-end16, paper-edges, paper-measured, *-capped) need commit 75f1db79 or an earlier one,
+# those with gradients of weights in 16 bits (*-wgrad16) 97813d0a or an earlier one.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -28,12 +29,12 @@ q_smoothing="q-smoothing: attention.backend=sage attention.recipe=paper attentio
 fine="fine: attention.backend=sage attention.recipe=fine $probe"
 int8_attention="attention.backend=sage attention.recipe=scores $probe"
 scores="scores: $int8_attention"
-fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
-fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise $probe"
-fp8_end="fp8-end16: linear.precision=fp8 linear.recipe=rowwise linear.keep_last_fraction=0.1 $probe"
+fp8="fp8: $int8_attention linear.precision=fp8"
+fp8_alone="fp8-alone: linear.precision=fp8 $probe"
+fp8_end="fp8-end16: linear.precision=fp8 linear.keep_last_fraction=0.1 $probe"
 fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
-int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise $probe"
-int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
+int8_alone="int8-alone: linear.precision=int8 $probe"
+int8="int8: $int8_attention linear.precision=int8"
 int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 no_qk_norm=(attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]')
 
