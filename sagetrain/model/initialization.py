@@ -50,7 +50,7 @@ def begin(
 ) -> None:
     """Begin to draw weights in threads, as long as their slices take no more than `room` bytes. `initialize` takes
     them, and draws the others."""
-    _begun.clear()
+    forget()
     pool = ThreadPoolExecutor(_workers())
     for spec in specs:
         if spec.begins is None and spec.cut != "experts":
@@ -60,6 +60,12 @@ def begin(
             std = _std(spec, model)
             _begun[_name(spec, std, groups, seed, dtype)] = pool.submit(_slice, spec, std, groups, seed, dtype)
     pool.shutdown(wait=False)
+
+
+def forget() -> None:
+    """Draw no more of what was begun, and give the memory of what nobody has taken back."""
+    while _begun:
+        _begun.popitem()[1].cancel()
 
 
 def _workers() -> int:

@@ -51,6 +51,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine
+from sagetrain.model import initialization
 from sagetrain.model.activation_offload import ActivationOffload
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
@@ -108,6 +109,8 @@ def build(
     except BaseException:
         files.folder.release()
         raise
+    finally:
+        initialization.forget()
 
 
 def _built(

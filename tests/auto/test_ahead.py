@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from sagetrain.auto import ahead
 from sagetrain.model import initialization
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.training import build_run
 
 GPU = torch.device("cuda")
 
@@ -46,3 +50,26 @@ def test_kernels_are_begun(monkeypatch: pytest.MonkeyPatch, sections: dict, rank
     drawn = [spec.name for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB) if spec.begins is None]
     assert [name for name, *_ in initialization._begun] == drawn
     initialization._begun.clear()
+
+
+def test_a_start_that_fails_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python waits at its end for all that threads have still to do."""
+    cfg, go, drawn = tiny.config(1), threading.Event(), list[str]()
+    monkeypatch.setattr(initialization, "_workers", lambda: 1)
+    monkeypatch.setattr(initialization, "_slice", lambda spec, *_: go.wait(10) and drawn.append(spec.name))
+
+    def fails(*_: object) -> None:
+        specs = tensors(cfg.model, cfg.attention, tiny.VOCAB)
+        initialization.begin(specs, cfg.model, ParallelGroups.single(), 1, torch.bfloat16, 1e9)
+        begun.extend(initialization._begun.values())
+        raise KeyError("a choice that fails")
+
+    begun: list = []
+    monkeypatch.setattr(
+        build_run, "check_parts", lambda *_: SimpleNamespace(folder=SimpleNamespace(release=lambda: None))
+    )
+    monkeypatch.setattr(build_run, "_built", fails)
+    with pytest.raises(KeyError):
+        build_run.build(cfg)
+    go.set()
+    assert not initialization._begun and all(each.done() for each in begun[1:]) and len(drawn) <= 1
