@@ -146,7 +146,7 @@ class ActivationOffload:
         """
         every = (each for layout in itertools.chain(*layouts) for each in (layout, *(layout.chunks or ())))
         tables = (x for layout in every for x in layout if isinstance(x, Tensor))
-        self._modules, self._blocks, self._tables = blocks, [], {x.data_ptr() for x in tables}
+        self._modules, self._blocks, self._tables = blocks, [], {x.untyped_storage().data_ptr() for x in tables}
         return self
 
     @contextmanager
@@ -164,7 +164,7 @@ class ActivationOffload:
         stays = tensor.nbytes < self._least_bytes or isinstance(tensor, nn.Parameter)
         # Compiled backward passes rely on strides, which only memory without gaps gets again.
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-        if stays or not dense or tensor.data_ptr() in self._staying():
+        if stays or not dense or tensor.untyped_storage().data_ptr() in self._staying():
             return tensor
         places = self._places[tensor.dtype, tensor.shape, tensor.stride()]
         there = places.pop() if places else self._copies.memory(tensor)
@@ -173,10 +173,13 @@ class ActivationOffload:
         return kept
 
     def _staying(self) -> set[int]:
-        """Return the addresses of what stays. A block may make codes of its weights when it is entered."""
+        """Return the addresses of memory that stays: tables, codes, which a block may make when it is entered, and
+        weights. At ZeRO 3 a weight loses its memory behind the block, before a copy of a view of it may have ended."""
         if self._stay is None:
-            layers = linear_layers(self._modules.get_submodule(str(self._number)))
-            self._stay = self._tables | {x.data_ptr() for layer in layers for x in layer.kept}
+            block = self._modules.get_submodule(str(self._number))
+            kept = (x for layer in linear_layers(block) for x in layer.kept)
+            weights = (x for x in block.parameters() if type(x) is nn.Parameter)  # Others are shards.
+            self._stay = self._tables | {x.untyped_storage().data_ptr() for x in (*kept, *weights)}
         return self._stay
 
     def _take(self, kept: Tensor | _Kept) -> Tensor:

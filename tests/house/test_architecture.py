@@ -151,19 +151,21 @@ def test_only_these_files_import_kernels():
     """The model uses attention, QK-norm and experts, collectives and gathered codes the casts of linear layers, and
     optimizers kernels of their own, with the memory that these update. The choices of `auto` and the measurements of
     errors use kernels as well, sums of gradients and hashes one of their own, and what records micro-steps sees whether
-    they are observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals
-    are no kernels."""
+    they are observed. Families name numbers of an activation. The Matmul of a linear layer is a value that many files
+    hand on, and so are recordings. Refusals are no kernels."""
     values = ("sagekernels.matmul", "sagekernels.lowbit", "sagekernels.refusals", "sagekernels.graphs")
     users = {name_of(path) for path in SOURCES
              if "sagekernels" in roots({name for name in imports(path) if not name.startswith(values)})}  # fmt: skip
     users -= {name_of(path) for path in below("kernels/sagekernels")}
     attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
-    choices = ("auto/ahead", "auto/attention_choice", "auto/linear_choice", "auto/timed_choice")
+    choices = ("auto/ahead", "auto/attention_choice", "auto/kept", "auto/linear_choice", "auto/timed_choice")
     names = (
         *attention,
         *choices,
+        "engines/copied_reduction",
         "engines/gradient_sums",
         "engines/replayed",
+        "interop/families",
         "model/attention",
         "model/dispatch",
         "model/moe",
@@ -207,6 +209,7 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/engines/fsdp.py",
         "sagetrain/engines/sharding.py",
         "sagetrain/training/controllers.py",
+        "sagetrain/auto/ahead.py",
         "sagetrain/auto/settled.py",
         "sagetrain/auto/overlap_choice.py",
         "sagetrain/training/inputs.py",

@@ -86,3 +86,16 @@ def test_late_copies_change_no_bit(again: str, precision: str) -> None:
     # stream, and what attention returned with its log-sum-exp.
     each = {"full": 1, "attention": 3}[again]
     assert len(late.on_host) == each * SHAPE.num_layers and late.most <= 2 * each
+
+
+def test_views_of_weights_stay() -> None:
+    """At ZeRO 3 a weight's memory goes back behind its block, and a copy that is under way would read what comes there.
+    A product saves its weight transposed."""
+    layer, late = torch.nn.Linear(16, 16, bias=False), LateCopies()
+    offload = ActivationOffload(late, 0).begun(torch.nn.ModuleList([layer]), [])
+    x = torch.randn(4, 16, requires_grad=True)
+    with offload.block(0):
+        y = layer(x)
+    y.sum().backward()
+    assert [place.shape for place in late.on_host] == [x.shape]
+    assert x.grad is not None and x.grad.equal(torch.ones(4, 16) @ layer.weight)
