@@ -13,7 +13,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of the codes 0 to 7. The codes 8 to 15 are their negatives."""
 _BIAS = 127
-"""What is subtracted from a block's scale to get its power of two."""
+"""A block's scale less this is its power of two."""
 
 
 def stored_shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class _Range(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What this rank keeps of a matrix in a round."""
+    """The part of a matrix that this rank keeps in a round."""
 
     number: int
     """The number of the matrix."""

@@ -89,7 +89,7 @@ def test_late_copies_change_no_bit(again: str, precision: str) -> None:
 
 
 def test_views_of_weights_stay() -> None:
-    """At ZeRO 3 a weight's memory goes back behind its block, and a copy that is under way would read what comes there.
+    """A weight loses its memory behind its block at ZeRO 3, and a copy that is under way would read what comes there.
     A product saves its weight transposed."""
     layer, late = torch.nn.Linear(16, 16, bias=False), LateCopies()
     offload = ActivationOffload(late, 0).begun(torch.nn.ModuleList([layer]), [])
