@@ -17,8 +17,8 @@ gradients of micro-steps, and of ranks, are summed in fp32.
 micro-step goes through FSDP's hooks, whose time on the host is a quarter of a micro-step's. A single replica has
 nothing to reduce. There the optimizer reads the sums themselves.
 - At ZeRO 3 the engine fetches the weights of blocks itself (passing_blocks.py), without hooks, and inside a host copy
-engines reduce gradients (copied_reduction.py). FSDP's hooks run where there are pipelines, experts, copies of shards
-(shard_size), or weights in the host's memory.
+engines reduce gradients (copied_reduction.py). FSDP's hooks run where there are a single replica, pipelines, experts,
+copies of shards (shard_size), or weights in the host's memory.
 - A block normalizes for the next block, so the gains of all norms belong to the outermost unit of parameters, which
 stays gathered from its forward pass to the end of its backward pass. Each block is a unit of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.

@@ -292,7 +292,7 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     (["train", "minimal", "--training.run_dir", "x"], "keys of the YAML go without dashes: training.run_dir=x"),
     (["prepare", "none", "-o", "none", "--tokenizer-sample", 0], "--tokenizer-sample"),
     (["prepare", __file__, "-o", "x", "--tokenizer=~/none.model"], f"tokenizer {Path.home()}/none.model: No such"),
-    (["prepare", __file__, "-o", "x", "--vocab-size=300", "--split-on=~/none at"], "--split-on '~/none at' is nowhere"),
+    (["prepare", os.__file__, "-o", "x", "--vocab-size=300", "--split-on=~/no at"], "--split-on '~/no at' is nowhere"),
     (["plan", "--keys", "optimiser"], "error: --keys optimiser: no key has this in its name; did you mean optimizer"),
     (["plan", "minimal", "optimizer.lr", "=", "1"], "must be dotted.key=value in one word"),
     (["eval", "none", "--num-sequences", 0], "--num-sequences"),

@@ -19,7 +19,7 @@ def compiled(tile: ProductTile, architecture: int, out: str = "*bf16") -> Compil
     """Compile the kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
     described = architecture == 90
     constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    constants |= {"GROUP": GROUP, "A_ROWS": 1, "B_ROWS": 1, "DESCRIBED": described}
+    constants |= {"GROUP": GROUP, "DESCRIBED": described}
     types = {**dict.fromkeys(("A", "B"), "*i8"), **dict.fromkeys(("A_SCALE", "B_SCALE"), "*fp32"), "OUT": out}
     if described:
         types["A"] = f"tensordesc<i8[{tile.block_m}, {tile.block_k}]>"
