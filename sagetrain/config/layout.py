@@ -96,8 +96,8 @@ class Layout:
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks. At ZeRO
         # 3 they do with experts, state in the host's memory, and copies of shards, which are reduced once a step. A
         # single replica has nothing to fetch, and rows in 16 bits would only take memory.
-        plain = cfg.model.experts is None and parallel.offload == "none" and parallel.shard_size is None
-        plain = plain and replicas > 1
+        of_default = parallel.offload == "none" and parallel.shard_size is None
+        plain = of_default and cfg.model.experts is None and replicas > 1
         rests = not by_deepspeed and stages == 1 and (stage < 2 or (on_request if stage == 2 else plain))
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
         experts = parallel.expert_parallel_size

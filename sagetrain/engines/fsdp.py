@@ -114,14 +114,14 @@ class FsdpEngine(BaseEngine):
         self._sums: ShardedSums
         if unhooked:
             passed, stays = (model, self.units, gathered, masters), (*of_model, masters)
-            whole: PassingWeights | ResidentWeights = PassingWeights(*passed) if passing else ResidentWeights(*stays)
+            whole = PassingWeights(*passed) if passing else ResidentWeights(*stays)
             self._weights, reduction = whole, None
             if layout.reduced != "never":
                 reduced, memory = (self.units, whole.leaves, masters), memory_of(ranks.shards) if passing else None
                 adds = layout.reduced == "in every micro-step"
                 reduction = CopiedReduction(*reduced, memory) if memory else Reduction(*reduced, adds)
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
-            if record and isinstance(whole, ResidentWeights):
+            if record:
                 timed = cfg.training.cuda_graphs == "auto"
                 self._traversal = Replayed(self, record, whole, sums, timed)
         else:

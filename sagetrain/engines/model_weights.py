@@ -91,6 +91,7 @@ class ResidentWeights(GatheredWeights):
 
     Args:
         masters: this rank's rows of each weight, by name.
+        stay: the number of units that stay whole, from the outermost one on (default: all).
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class ResidentWeights(GatheredWeights):
         gathered: Sequence[Mapping[str, Tensor]],
         kept: KeptWeights | None,
         masters: Mapping[str, Tensor],
+        stay: int | None = None,
     ) -> None:
-        self._whole = WholeWeights(gathered, masters, [unit.ranks.shards for unit in units])
+        self._whole = WholeWeights(gathered[:stay], masters, [unit.ranks.shards for unit in units[:stay]])
         super().__init__(model, units, gathered, kept)
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
@@ -135,13 +137,9 @@ class ResidentWeights(GatheredWeights):
         self._whole.wait(number)
 
 
-class PassingWeights(GatheredWeights):
+class PassingWeights(ResidentWeights):
     """Weights of ZeRO 3 that passes fetch without FSDP's hooks: those of a block have memory while a pass is in it, or
-    in the block before. What is outside of the blocks stays whole, and is renewed right after each update.
-
-    Args:
-        masters: this rank's rows of each weight, by name.
-    """
+    in the block before. What is outside of the blocks stays whole, and is renewed right after each update."""
 
     def __init__(
         self,
@@ -150,29 +148,16 @@ class PassingWeights(GatheredWeights):
         gathered: Sequence[Mapping[str, Tensor]],
         masters: Mapping[str, Tensor],
     ) -> None:
-        (root, *blocks), (outside, *inside) = units, gathered
-        self._outside = WholeWeights([outside], masters, [root.ranks.shards])
-        self._blocks = PassingBlocks(inside, masters, root.ranks.shards)
-        self._numbers: dict[nn.Module, int] = {unit.module: number for number, unit in enumerate(blocks)}
-        super().__init__(model, units, gathered, None)
+        self._blocks = PassingBlocks(gathered[1:], masters, units[0].ranks.shards)
+        self._numbers: dict[nn.Module, int] = {unit.module: number for number, unit in enumerate(units[1:])}
+        super().__init__(model, units, gathered, None, masters, stay=1)
         for block in self._numbers:
             block.register_forward_hook(lambda block, inputs, made: self._leave(block, made))
 
-    def run(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the model: see GatheredWeights."""
-        self._enter(self._model)
-        with changed({(self._model, "without_hooks"): self._call}):
-            return self._model.forward(**inputs)
-
     def written(self) -> None:
         """Begin to renew the weights: see GatheredWeights."""
-        self._outside.renew()
-        self._blocks.renew()
         super().written()
-
-    def reload(self) -> None:
-        """Renew all that depends on the masters: see GatheredWeights."""
-        self.written()
+        self._blocks.renew()
 
     def gather(self) -> None:
         """Make all weights ready: see GatheredWeights."""
@@ -204,9 +189,6 @@ class PassingWeights(GatheredWeights):
         for each in tree_leaves(made):
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(begin)
-
-    def _wait(self, number: int) -> None:
-        self._outside.wait(number)
 
 
 def _in_backward() -> bool:
