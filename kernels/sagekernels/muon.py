@@ -77,7 +77,7 @@ def _directions_kernel(
 ):  # fmt: skip
     PARTS += tl.program_id(0) // blocks * 5
     begin = (tl.program_id(0) % blocks).to(tl.int64) * ROWS
-    # What the arguments of these names point to gives the types alone.
+    # The table has the addresses, and the arguments of these names give the types alone.
     gradients, momentum = tl.load(PARTS).to(GRADIENT.dtype), tl.load(PARTS + 1).to(MOMENTUM.dtype)
     largest, first, count = tl.load(PARTS + 2).to(LARGEST.dtype) + begin, tl.load(PARTS + 3), tl.load(PARTS + 4)
     if ALIGNED:

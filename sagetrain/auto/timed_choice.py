@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import triton
 import sagekernels
 from sagetrain.cluster.failures import Failures
 from sagetrain.config.sections.data import cache_folder
+from sagetrain.data.token_file import write_atomic
 from sagetrain.parallel.objects import of_rank_0
 
 T = TypeVar("T")
@@ -221,9 +221,7 @@ def _keep(file: Path, named: str, entry: Mapping[str, Any]) -> None:
         return
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({**entries, named: dict(entry)}, indent=1))
-        temporary.replace(file)
+        write_atomic(file, json.dumps({**entries, named: dict(entry)}, indent=1).encode())
 
 
 def _table(times: Times) -> list[str]:

@@ -378,7 +378,7 @@ def test_zero_1_gathers_and_reduces_once_a_step() -> None:
     assert found[1, "none"] == found[1, "optimizer"] == once
     assert found[2, "none"].pop("held") > 0 == found[3, "all"]["held"]
     assert found[2, "none"] == {"gathers": 3, "reduced": 12, "post_backward_reduce": 12, "pre_forward": 12}
-    # Of two blocks the second one stays from forward to backward, and the first one to the next micro-step.
+    # The second of two blocks stays from forward to backward, and the first one to the next micro-step.
     passing = {"gathers": 1 + 1 + 4 * 2, "reduced": 12, "post_backward_reduce": 0, "pre_forward": 0, "held": 0}
     assert found[3, "none"] == passing
     assert found[3, "all"]["post_backward_reduce"] == found[3, "all"]["pre_forward"] == 12
