@@ -12,14 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from forked import PATIENCE, Command
 from kept import events_of
 from runs import BIN, finish, log_of, wait_for, write_config
 from sagetrain.cluster.agreement import host_to_leave
 from sagetrain.cluster.keeper import Keeper
-from sagetrain.cluster.launcher import elastic, elastic_in_vain, free_port
+from sagetrain.cluster.launcher import elastic, elastic_in_vain
 from sagetrain.cluster.lifeline import Death
 
 # A host has a name and a memory. Ranks wait in step 10 for what happens then, and those on the third host die twice.
@@ -60,7 +60,8 @@ def start(config: Path, host: int, port: int) -> Command:
            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
     words = ["torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--monitor-interval", "0.1"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    words += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=2"]
+    # Hosts that begin together are in one world, however busy this machine is.
+    words += ["--rdzv-conf", "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=10"]
     words += ["--local-addr", address, str(script), "train", str(config)]
     return Command(words, env, config.with_suffix(".log"), config.parent)
 
@@ -82,11 +83,10 @@ def test_a_spare_host_and_then_fewer_replicas(tmp_path, corpus) -> None:
     alone = write_config(tmp_path / "alone.yaml", corpus, tmp_path / "alone", steps=20)
     finish("ranks", alone)
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", steps=20, **sections)
-    port, metrics = free_port(), tmp_path / "run/metrics.jsonl"
-    first = start(config, 1, port)
-    # The first one that listens has the store of all, and must outlive the host that is lost.
-    wait_for(first, config, lambda: any(each.laddr.port == port for each in connections(first)))
-    second = start(config, 2, port)
+    # The store of all hosts outlives each of them.
+    store, metrics = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path / "run/metrics.jsonl"
+    port = store.port
+    first, second = (start(config, host, port) for host in (1, 2))
 
     wait_for(first, config, lambda: metrics.exists() and '"step": 8,' in metrics.read_text())
     spare = start(config, 3, port)
