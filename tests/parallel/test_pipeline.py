@@ -16,7 +16,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from forked import until
+from forked import PATIENCE, until
 from sagetrain.cluster import guard
 from sagetrain.cluster.guard import Watchdog
 from sagetrain.parallel import orders as orders_module
@@ -139,9 +139,20 @@ def a_stage_hangs_and_dies(root: str) -> None:
     watchdog = Watchdog(folder / "stacks", groups.rank, timeout=1.0, watches=groups.rank == 0)
     watchdog.waits, passes = engine.waits, []
 
+    def watch() -> None:
+        """Begin to count the seconds when the first stage waits for the one that hangs."""
+        until((folder / "hangs").exists)
+        until(lambda: "backward pass of micro-batch 1" in engine.waits())
+        watchdog._timeout = 0.5
+
+    if groups.rank == 0:
+        watchdog._timeout = PATIENCE
+        threading.Thread(target=watch, daemon=True).start()
+
     def hang(*_: object) -> None:
         passes.append(1)
         if len(passes) == 2:
+            (folder / "hangs").touch()
             until((folder / "stacks/rank-0.collectives.json").exists)
             lose_connections()
             until((folder / "lost-1").exists)

@@ -23,6 +23,8 @@ from unittest.mock import patch
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+import held
+
 # The modules that a run imports, late imports too. The ranks of one world inherit one hash seed from this process,
 # which the ranks of real launchers do not.
 IMPORTED = [
@@ -187,6 +189,8 @@ def _take(env: Mapping[str, str]) -> None:
         torch.set_num_threads(int(threads))
     if "RANK" in env:
         Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
+    if "HELD" in env:
+        held.wait_here()
 
 
 def join_host(process: int) -> None:

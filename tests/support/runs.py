@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from forked import COMMANDS, PATIENCE, Command, until
+from held import file_of, hold, release
 from sagetrain.cluster.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,8 @@ def start(launcher: str | list[str], config: Path) -> Command | subprocess.Popen
         "OMP_NUM_THREADS": "1",
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }
+    if (held := file_of(config)).exists():
+        env["HELD"] = str(held)
     log = config.with_suffix(".log")
     if words[0] in COMMANDS:
         return Command(words, env, log, config.parent)
@@ -125,10 +128,14 @@ def log_of(config: Path) -> str:
 
 
 def when(launcher: str | list[str], config: Path, ready: Callable[[], bool], act: Callable[[Command], None]) -> int:
-    """Start a run, do `act` as soon as `ready`, and return the launcher's exit code."""
+    """Start a run, do `act` as soon as `ready`, and return the launcher's exit code. Until then the run waits before
+    its last step, or before the step that `hold` has named."""
+    if not file_of(config).exists():
+        hold(config)
     process = start(launcher, config)
     wait_for(process, config, ready)
     act(process)
+    release(config)
     return process.wait(PATIENCE)
 
 
