@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from forked import PATIENCE, Command, until
+from held import file_of, hold, release
 from prepare_inputs import prepare
 from runs import BIN, ROOT, check_same, free_port, write_config
 from stand_in import stand_in
@@ -215,11 +216,13 @@ def reference(tmp_path_factory, corpus) -> Path:
 def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus, cluster, reference) -> None:
     config = run_config(tmp_path, corpus, interface="eth1")
     example = (ROOT / "launch/deepspeed_env.example").read_text()
-    (tmp_path / ".deepspeed_env").write_text(example + "OMP_NUM_THREADS=1\n")
+    (tmp_path / ".deepspeed_env").write_text(f"{example}OMP_NUM_THREADS=1\nHELD={file_of(config)}\n")
+    hold(config)
     with cluster.running():
         before = [cluster.hosts[0].sent(interface) for interface in ("eth0", "eth1")]
         process = cluster.deepspeed(config)
         environment = cluster.hosts[1].environment_of_a_rank()
+        release(config)
         assert process.wait(PATIENCE) == 0, log_of(config)
         eth0, eth1 = (cluster.hosts[0].sent(f"eth{i}") - before[i] for i in (0, 1))
     check_same(tmp_path / "run", reference, STEPS)

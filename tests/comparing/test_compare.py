@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from forked import Command
+from held import file_of, hold, release
 from runs import ended, sagetrain, write_config, write_metrics
 from sagetrain.cluster.run_folder import lock
 from sagetrain.comparing import results, run_records, runner
@@ -180,28 +181,39 @@ def test_records_of_unknown_runs_are_not_written_over(done: Path, base: Path, tm
     assert (tmp_path / results.LOSSES).read_bytes() == (done / results.LOSSES).read_bytes()
 
 
+def until_told(folder: Path) -> Callable[..., Command]:
+    """Return a function that starts runs which wait before their fourth step until two of them have got SIGTERM."""
+    hold(runs := folder / "runs.yaml", 4)
+    told: list[Command] = []
+
+    class Held(Command):
+        def send_signal(self, number: int) -> None:
+            super().send_signal(number)
+            told.extend([self] * (number == signal.SIGTERM and self not in told))
+            if len(told) == 2:
+                release(runs)
+
+    return lambda words, env, log: Held(
+        ["sagetrain", "train", *words], {**env, "HELD": str(file_of(runs))}, log, Path.cwd()
+    )
+
+
 def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Path) -> None:
-    # The runs are so long that none is over between two looks at it, however busy the machine is.
-    longer = [*SHORT, "training.total_tokens=25600", "data.micro_batch_size=8"]
-    question = ask(base, ["other: optimizer.weight_decay=0.0"], longer, seeds=1, band=0)
+    question = ask(base, ["other: optimizer.weight_decay=0.0"], seeds=1, band=0)
     seen: list[Command] = []
+    begin = until_told(tmp_path)
 
     def interrupted(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
-        seen.append(start(words, env, log))
+        seen.append(begin(words, env, log))
         return seen[-1]
 
     class Once(runner.Stop):
-        """A source of one SIGTERM to this process, sent as soon as both runs have taken a few steps. The first one to
-        do so waits for the other."""
+        """A source of one SIGTERM to this process, sent as soon as both runs have taken three steps."""
 
         def __bool__(self) -> bool:
             runs = [tmp_path / "runs" / name / "seed-0" / "metrics.jsonl" for name in ("base", "other")]
-            ready = [path.exists() and '"step": 3,' in path.read_text() for path in runs]
-            if not self.why and seen:
-                for run, waits in zip(seen, ready, strict=False):
-                    run.send_signal(signal.SIGSTOP if waits and not all(ready) else signal.SIGCONT)
-                if all(ready):
-                    os.kill(os.getpid(), signal.SIGTERM)
+            if not self.why and all(path.exists() and '"step": 3,' in path.read_text() for path in runs):
+                os.kill(os.getpid(), signal.SIGTERM)
             return super().__bool__()
 
     where = Places(tmp_path, tmp_path / "runs", (), 2, "CPU")
@@ -216,11 +228,11 @@ def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Pa
     assert [run.status for run in second.runs.values()] == [FINISHED, FINISHED]
     assert "resumed from step-" in (tmp_path / "runs/base/seed-0.log").read_text()
     tokens = [at for at, _ in losses(tmp_path, "base/seed-0")]
-    assert tokens == sorted(set(tokens)) and tokens[-1] == 25600
+    assert tokens == sorted(set(tokens)) and tokens[-1] == 5120
 
 
 def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path) -> None:
-    found, said = go(ask(base, seeds=1, band=0), tmp_path, time_limit=0.01)
+    found, said = go(ask(base, seeds=1, band=0), tmp_path, time_limit=0.01, start=until_told(tmp_path))
     assert any(text.startswith("stopped by --time-limit 0.01") for text in said)
     assert all(run.status == STOPPED for run in found.runs.values())
 

@@ -279,13 +279,17 @@ def killed_at(side: str) -> Callable[[TokenFileWriter, dict], None]:
     return publish_or_die
 
 
-def test_a_real_kill(tmp_path, model):
-    path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000) * 5)
+def test_a_real_kill(tmp_path, model, small_pieces):
+    """The process waits at its tenth addition."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000))
     quiet([str(path)], tmp_path / "whole/train", tokenizer=model)
     (tmp_path / "run.py").write_text(
-        "import sys; from sagetrain.corpus import encode, journal; from sagetrain.corpus.prepare import prepare\n"
+        "import sys, time; from sagetrain.corpus import encode, files, journal; from itertools import count\n"
+        "from sagetrain.corpus.prepare import prepare; from sagetrain.corpus.token_writer import TokenFileWriter\n"
         "from sagetrain.corpus.request import Request\n"
-        "encode.ALONE_SECONDS = journal.SECONDS = 0.0\n"
+        "encode.ALONE_SECONDS, journal.SECONDS, files.CHUNK_BYTES = 0.0, 0.0, 1 << 12\n"
+        "add, number = TokenFileWriter.add, count(1)\n"
+        "TokenFileWriter.add = lambda *how, **more: add(*how, **more) if next(number) < 10 else time.sleep(3600)\n"
         "if __name__ == '__main__':\n"
         "    prepare(Request([sys.argv[1]], output=sys.argv[2], tokenizer=sys.argv[3], num_workers=2))"
     )
