@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 
 from forked import PATIENCE, Command
-from kept import events_of, kill, restarted
+from held import file_of, hold, release
+from kept import copied, events_of, kill, restarted
 from runs import BIN, check_same, kill_all, log_of, wait_for, write_config
 from sagetrain.checkpoint import on_disk
 from sagetrain.storage.range_reader import fetch
@@ -32,7 +33,7 @@ def start(config: Path) -> Command:
     script = config.with_name("script.py")
     script.write_text(SCRIPT)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HOSTS": str(config.parent / "memory"),
-           "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
+           "HELD": str(file_of(config)), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", str(script), "train", str(config)]
     return Command(words, env, config.with_suffix(".log"), config.parent)
 
@@ -48,15 +49,18 @@ def test_ranks_hosts_and_a_whole_job_that_die(tmp_path, corpus, pair) -> None:
         rows = metrics.read_text().splitlines() if metrics.exists() else []
         return max((json.loads(row)["step"] for row in rows if row.endswith("}")), default=0)
 
-    process, at = start(config), []
+    hold(config)
+    process, at, kept = start(config), [], 0
     for number, victims in enumerate([(0, 1), ()], 1):
         before = step()
-        wait_for(process, config, lambda: step() > before + 5)  # noqa: B023
+        wait_for(process, config, lambda: step() > before + 5 and copied(tmp_path / "memory") > kept)  # noqa: B023
         at.append(step())
         if victims:
             kill(*victims)(process)
             wait_for(process, config, restarted(config, number))
+            kept = events_of(config)[0]["from_step"]
     kill_all(process)
+    release(config)
     shutil.rmtree(tmp_path / "memory" / "host-0")
     assert start(config).wait(PATIENCE) == 0, log_of(config)[-3000:]
     events = events_of(config)

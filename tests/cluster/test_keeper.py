@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from forked import PATIENCE, Command
+from held import hold, release
 from kept import events_of, kill, ranks_of, restarted
 from runs import ROOT, check_same, finish, log_of, reached, start, wait_for, when, write_config
 from sagetrain.cluster.agreement import SILENT_BEATS, Agreement, suspects, why_it_ends
@@ -33,6 +34,7 @@ def check_restart(event: dict, rank: int | None) -> None:
 def test_kill_9_under_torchrun_and_then_of_torchrun(tmp_path, corpus, pair) -> None:
     """The ranks save and leave when torchrun itself is killed, as they do without keepers."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training={"restarts": 3})
+    hold(config)
     process = start("torchrun", config)
     wait_for(process, config, reached(config, 12))
     kill(1)(process)
@@ -41,6 +43,7 @@ def test_kill_9_under_torchrun_and_then_of_torchrun(tmp_path, corpus, pair) -> N
     check_restart(event, 1)
     ranks = ranks_of(process)
     process.kill()
+    release(config)
     psutil.wait_procs(ranks, timeout=PATIENCE)
     assert "another attempt" not in log_of(config)
     finish("ranks", config)
@@ -58,12 +61,14 @@ def test_two_ranks_die_at_once_under_deepspeed(tmp_path, corpus, pair) -> None:
 
 def test_a_signal_for_the_keeper_is_one_for_the_rank(tmp_path, corpus, alone) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", training={"restarts": 1})
+    hold(config)
     process = start("sagetrain", config)
     wait_for(process, config, reached(config, 8))
     (rank,) = psutil.Process(process.pid).children()
     rank.kill()
     wait_for(process, config, restarted(config, 1))
     process.send_signal(signal.SIGTERM)
+    release(config)
     assert process.wait(PATIENCE) == 0
     assert "stopped by SIGTERM" in log_of(config)
     finish("sagetrain", config)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from forked import PATIENCE
+from held import file_of, hold, release
 from runs import ROOT, free_port, reached, training_rows, wait_for, write_config
 from stand_in import stand_in
 
@@ -49,7 +50,7 @@ def submit(folder: Path, config: Path) -> subprocess.Popen:
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", str(ROOT / "launch/slurm.sbatch"), str(config)],
-        env={**os.environ, **job, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **job, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "HELD": str(file_of(config))},
         cwd=ROOT,
         stdout=config.with_suffix(".log").open("a"),
         stderr=subprocess.STDOUT,
@@ -60,9 +61,11 @@ def test_a_signal_saves_and_requeues_and_the_job_finishes(tmp_path, corpus) -> N
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, data={"valid": []})
     log = config.with_suffix(".log")
     stand_in(tmp_path)
+    hold(config)
     job = submit(tmp_path, config)
     wait_for(job, config, reached(config, 13))
     job.send_signal(signal.SIGUSR1)
+    release(config)
     assert job.wait(PATIENCE) == 0, log.read_text()[-3000:]
     assert "stopped by SIGUSR1 with a checkpoint: requeueing" in log.read_text()
     assert submit(tmp_path, config).wait(PATIENCE) == 0, log.read_text()[-3000:]

@@ -25,13 +25,26 @@ from sagetrain.cluster import guard
 from sagetrain.cluster.guard import HANG_EXIT_CODE, StopSignal, Watchdog, collectives_under_way
 
 
+def waits_on_record(folder: Path) -> bool:
+    return (path := folder / "rank-0.txt").exists() and "waits in" in path.read_text()
+
+
 def one_rank_stays_away(folder: str) -> None:
-    groups = tiny.join(2)
+    """The rank that stays away ends when the other one has written its stacks, because the first end is that of all."""
+    groups, end = tiny.join(2), os._exit
     dist.all_reduce(torch.ones(1))
-    with Watchdog(Path(folder), groups.rank, timeout=3.0) as watchdog:
+
+    def last(code: int) -> None:
+        until(lambda: waits_on_record(Path(folder)))
+        end(code)
+
+    guard.os = SimpleNamespace(**{**vars(os), "_exit": last})
+    if groups.rank == 0:
+        begun = dist.all_reduce(torch.ones(3, 5), group=groups.tp_group, async_op=True)
+    with Watchdog(Path(folder), groups.rank, timeout=1.0) as watchdog:
         watchdog.begin("step 7")
         if groups.rank == 0:
-            dist.all_reduce(torch.ones(3, 5), group=groups.tp_group)
+            begun.wait()
         time.sleep(PATIENCE)
 
 
@@ -39,7 +52,6 @@ def test_the_stacks_name_the_collective(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"died with exit code {HANG_EXIT_CODE}"):
         run_distributed(one_rank_stays_away, 2, str(tmp_path))
     waits = tmp_path / "rank-0.txt"
-    until(lambda: waits.exists() and "waits in" in waits.read_text())
     assert "in one_rank_stays_away" in waits.read_text()
     assert "waits in gloo:all_reduce number 1 of group " in waits.read_text()
     assert "(tensor parallel) over Float [3, 5]" in waits.read_text()
@@ -52,7 +64,10 @@ def test_nothing_under_way() -> None:
 
 
 def hang(folder: Path, recorder) -> None:
-    guard.flight_record, guard._RECORD_SECONDS = recorder, 0.5
+    """Hang. Only what a case is about has a limit of time: a recorder that blocks, and a process that it blocks too."""
+    guard.flight_record, guard._RECORD_SECONDS = recorder, 0.5 if recorder in (blocks, blocks_everything) else PATIENCE
+    if recorder is not blocks_everything:
+        faulthandler.dump_traceback_later = lambda *_, **how: None
     with Watchdog(folder, 0, timeout=0.2):
         threading.Event().wait(PATIENCE)
 

@@ -9,6 +9,7 @@ import psutil
 
 from forked import Command
 from runs import log_of, rank_of, run_dir_of
+from sagetrain.checkpoint.slots import CopyFolder
 
 
 def ranks_of(launcher: Command) -> list[psutil.Process]:
@@ -33,6 +34,17 @@ def events_of(config: Path) -> list[dict]:
     path = run_dir_of(config) / "events.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [row for row in rows if row["kind"] == "restart"]
+
+
+def copied(memory: Path) -> int:
+    """Return the newest step of which all hosts have whole copies in memory, each of its own rank and of another's; 0
+    if there is none. Each host has a folder."""
+    of_all = []
+    for kind in ("copy", "held"):
+        for host in memory.iterdir():
+            headers = [CopyFolder(path).header() for path in host.glob(f"*/{kind}-*-of-rank-*")]
+            of_all.append({int(header["step"]) for header in headers if header})
+    return max(set.intersection(*of_all), default=0) if of_all else 0
 
 
 def restarted(config: Path, times: int):
