@@ -8,7 +8,7 @@ named and not timed.
 
     python results/attention-elsewhere/elsewhere.py --out FOLDER [--before PACKAGE] [--tiles]
 
-This script is frozen. It runs with the library as it was at commit 6c48af22.
+This script is frozen. It runs with the library as it was at commit e9f7a5cf.
 """
 
 from __future__ import annotations

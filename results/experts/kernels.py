@@ -1,8 +1,8 @@
 """Time mixtures of experts forward and backward: the whole MLP with its routing, and grouped products alone.
 
-    PYTHONPATH=.:kernels:benchmarks python results/experts/kernels.py
-    PYTHONPATH=.:kernels:benchmarks python results/experts/kernels.py --shapes olmoe --tokens 16384 --json e.json
-    PYTHONPATH=.:kernels:benchmarks python results/experts/kernels.py --ways bf16 "int8 rowwise" --profile
+    PYTHONPATH=.:kernels:benchmarks:results/linear-layers python results/experts/kernels.py
+    ... --shapes olmoe --tokens 16384 --json e.json
+    ... --ways bf16 "int8 rowwise" --profile
 
 The whole MLP is timed in these ways, with weights in 8 bits kept as a run keeps them for a step:
 
@@ -18,7 +18,7 @@ The whole MLP is compiled. Ways take turns; a figure is the median over rounds. 
 a loop over experts in fp32 first, and a way that is wrong is not timed. `--profile` prints the kernels of each way's
 whole MLP by their time.
 
-This script is frozen. It runs with the library as it was at commit 89f08c0e, where it was benchmarks/experts.py.
+This script is frozen. It runs with the library as it was at commit 97813d0a.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ is the median over rounds. Every result is compared with fp32 first, and a way t
 Products alone are timed with operands that are rounded beforehand: bf16, FP8 and INT8, the three products of every
 layer together.
 
-This script is frozen. It runs with the library as it was at commit 89f08c0e, where it was benchmarks/linear.py. A run
+This script is frozen. It runs with the library as it was at commit 97813d0a. A run
 prints the same table of its own layers where linear.precision is auto.
 """
 

@@ -13,7 +13,7 @@ share the cores of this machine, while on a cluster eight ranks have the cores o
 itself is overstated. `requests` are the requests to the key-value stores, and `groups` the calls of new_group, of all
 ranks together.
 
-This script is frozen. It runs with the library as it was at commit 6c48af22.
+This script is frozen. It runs with the library as it was at commit 263ff01c.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sagetrain.checkpoint.ledger import Ledger, check_consumed, expected_fold
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
-from sagetrain.cluster import launcher, preflight, rendezvous
+from sagetrain.cluster import interfaces, launcher, preflight, rendezvous
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import padded_vocab_size
@@ -167,7 +167,7 @@ def start(
     local = {"LOCAL_RANK": rank % RANKS_OF_HOST, "LOCAL_WORLD_SIZE": min(world_size, RANKS_OF_HOST)}
     job = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in {**job, **local}.items()})
-    preflight.use_interface(cfg.training.network_interface)
+    interfaces.use_interface(cfg.training.network_interface)
     device = init_distributed(2 * PATIENCE)
     tick("met")
     topology = Topology(world_size, tp_size, cp_size)

@@ -13,7 +13,7 @@ Micro-batches have packed documents, whose ends differ, and go in halves unless 
 last bit, because a change may not change them. Settings of torch.compile come from the environment, for example
 TORCHINDUCTOR_CPP_WRAPPER=1.
 
-This script is frozen. It runs with the library as it was at commit 6c48af22.
+This script is frozen. It runs with the library as it was at commit 973539d5.
 """
 
 from __future__ import annotations
