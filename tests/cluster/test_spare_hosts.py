@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from forked import PATIENCE, Command
-from kept import events_of
+from kept import copied, events_of
 from runs import BIN, finish, log_of, wait_for, write_config
 from sagetrain.cluster.agreement import host_to_leave
 from sagetrain.cluster.keeper import Keeper
@@ -50,8 +52,9 @@ program()
 """
 
 
-def start(config: Path, host: int, port: int) -> Command:
-    """Start the agent of a host. Agents are ordered by address, and the spare one comes first."""
+def start(config: Path, host: int, port: int, last_call: float = 10) -> Command:
+    """Start the agent of a host. Agents are ordered by address, and the spare one comes first. If the agent is the
+    first one of a world, it waits so many seconds for a second one."""
     script, address = config.with_name("script.py"), {1: "127.0.0.2", 2: "127.0.0.3", 3: "127.0.0.1"}[host]
     script.write_text(SCRIPT)
     (memory := config.with_name("memory")).mkdir(exist_ok=True)
@@ -60,14 +63,16 @@ def start(config: Path, host: int, port: int) -> Command:
            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
     words = ["torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--monitor-interval", "0.1"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    # Hosts that begin together are in one world, however busy this machine is.
-    words += ["--rdzv-conf", "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=10"]
+    how = f"is_host=0,keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout={last_call:.0f}"
+    words += ["--rdzv-conf", how]
     words += ["--local-addr", address, str(script), "train", str(config)]
     return Command(words, env, config.with_suffix(".log"), config.parent)
 
 
-def connections(command: Command) -> list[Any]:
-    return psutil.Process(command.pid).net_connections()
+def rendezvous(store: TCPStore) -> Any:
+    """Return the hosts that are in the world of now, and those that wait."""
+    found = C10dRendezvousBackend(store, "none").get_state()
+    return pickle.loads(found[0]) if found else SimpleNamespace(participants={}, redundancy_list=set())
 
 
 def losses_of(run: Path) -> dict[int, float]:
@@ -86,13 +91,16 @@ def test_a_spare_host_and_then_fewer_replicas(tmp_path, corpus) -> None:
     # The store of all hosts outlives each of them.
     store, metrics = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path / "run/metrics.jsonl"
     port = store.port
-    first, second = (start(config, host, port) for host in (1, 2))
+    second = start(config, 2, port, PATIENCE)
+    wait_for(second, config, lambda: rendezvous(store).participants)
+    first = start(config, 1, port)
 
     wait_for(first, config, lambda: metrics.exists() and '"step": 8,' in metrics.read_text())
     spare = start(config, 3, port)
-    # It is at the rendezvous, where it has a moment until the first host begins again.
-    wait_for(spare, config, lambda: any(each.raddr and each.raddr.port == port for each in connections(spare)))
-    time.sleep(1)
+    # It waits at the rendezvous until the first host begins again.
+    wait_for(spare, config, lambda: rendezvous(store).redundancy_list)
+    wait_for(first, config, lambda: copied(tmp_path / "memory"))
+    whole = copied(tmp_path / "memory")
     for process in [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]:
         process.kill()
     (tmp_path / "memory/go").touch()
@@ -101,8 +109,8 @@ def test_a_spare_host_and_then_fewer_replicas(tmp_path, corpus) -> None:
     events, said = events_of(config), log_of(config)
     print([event["text"] for event in events])
     facts = [(event["host"], event["from_memory"], event["from_step"]) for event in events]
-    # A copy of the step before may not have been whole.
-    assert facts[0] in [("host2", True, 9), ("host2", True, 8)] and "host host2 of rank 1 was lost" in said
+    # Which copies are whole by then depends on this machine.
+    assert facts[0][:2] == ("host2", True) and whole <= facts[0][2] <= 9 and "host host2 of rank 1 was lost" in said
     assert [fact[:2] for fact in facts[1:]] == [("host3", True), ("host3", False)]
     assert "as ranks there have before: host3 is left out" in said and not list((tmp_path / "run").glob(".deaths*"))
     expected, found = losses_of(tmp_path / "alone"), losses_of(tmp_path / "run")
