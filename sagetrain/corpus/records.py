@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -221,9 +221,10 @@ class Chats:
         given = [Message(each) for each in messages]
         clock = Clock()
 
-        def render(count: int, prompt: bool = False, marked: bool = True) -> str:
+        def render(count: int, prompt: bool = False, marked: bool = True, other: int | None = None) -> str:
             known = {"strftime_now": clock, **more}
-            return rendered(template, given[:count], special_tokens, prompt, known, marked)
+            shown = [_other(each) if number == other else given[number] for number, each in enumerate(messages[:count])]
+            return rendered(template, shown, special_tokens, prompt, known, marked)
 
         whole = render(len(messages))
         notes[DATED, ""] += clock.was_read
@@ -236,7 +237,7 @@ class Chats:
         if len(parts) > 1:
             parts = _by_blocks(parts, counted, render)
         else:
-            parts = _by_prefixes(whole, counted, render)
+            parts = _by_prefixes(whole, messages, counted, render)
         unread = {f"{key} of messages" for message in given for key in message.unread}
         unread |= {key for key, value in more.items() if not holds_nothing(value) and key not in variables(template)}
         for key in unread:
@@ -288,10 +289,58 @@ def _by_blocks(parts: list[CountedText], counted: list[bool | None], render: Cal
     return [(text, inside and bool(next(counts))) for text, inside in parts]
 
 
-def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., str]) -> list[CountedText]:
+def _other(message: Mapping[str, Any]) -> Message:
+    """Return a message of the same role that says something else."""
+    return Message({key: value for key, value in message.items() if key != "tool_calls"} | {"content": "(other)"})
+
+
+def _check_written(
+    messages: Sequence[Mapping[str, Any]], first: int, number: int, before: str, after: str, render: Callable[..., str]
+) -> None:
+    """Check that a template has written the messages from `first` on before it begins an answer, and the answer behind
+    them. Raises ValueError if it leaves out the last message of a chat, whose text would count with the next answer.
+
+    Args:
+        number: the number of the answer, from 0.
+        before: the chat up to the answer, without the part that an earlier answer has ended.
+        after: the text of the answer.
+    """
+
+    def depends(other: int, *how: Any) -> bool:
+        """Return whether a text depends on what a message says."""
+        try:
+            return render(*how, other=other) != render(*how)
+        except ValueError:
+            return True
+
+    def text_of(message: Mapping[str, Any]) -> str:
+        return (message.get("content") or "").strip()
+
+    at = 0
+    for earlier in range(first, number):
+        # A template may write a text in another way, and then the message is changed to see where the text is.
+        text = text_of(messages[earlier])
+        if (found := before.find(text, at)) >= 0:
+            at = found + len(text)
+        elif not depends(earlier, number, True) and depends(earlier, number + 1):
+            raise ValueError(
+                f"the chat template writes message {earlier + 1}, of the {messages[earlier]['role']}, only with the "
+                f"answer behind it, so that it would count in the loss: {_MARK}"
+            )
+    text = text_of(messages[number])
+    if not (text and text in after) and not depends(number, number + 1):
+        raise ValueError(
+            f"the chat template does not write message {number + 1}, of the assistant, where a chat ends with it, so "
+            f"that nobody can tell what the assistant says: {_MARK}"
+        )
+
+
+def _by_prefixes(
+    whole: str, messages: Sequence[Mapping[str, Any]], counted: list[bool | None], render: Callable[..., str]
+) -> list[CountedText]:
     """Mark what counts in a text without blocks. For each answer this is the difference between the chat up to the
     answer and the chat before it."""
-    parts, done = [], ""
+    parts, done, first = [], "", 0
     for number, counts in enumerate(counted):
         if not counts:
             continue
@@ -318,8 +367,10 @@ def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., s
                 f"the chat template writes the text up to the end of message {number + 1} differently when the chat "
                 f"goes on, so that nobody can tell what the assistant says: {_MARK}"
             )
-        parts += [(before[len(done) :], False), (after[len(before) :], True)]
-        done = after
+        asked, answer = before[len(done) :], after[len(before) :]
+        _check_written(messages, first, number, asked, answer, render)
+        parts += [(asked, False), (answer, True)]
+        done, first = after, number + 1
     return [*parts, (whole[len(done) :], False)]
 
 

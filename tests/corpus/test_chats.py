@@ -197,6 +197,28 @@ def test_a_text_may_be_written_as_a_part() -> None:
     assert shown({"messages": parts}) == shown({"messages": [ASK, ANSWER]})
 
 
+ALL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|eot|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        ("messages[:-1]", "writes message 1, of the user, only with the answer behind it, so that it would count"),
+        ("messages if messages|length % 2 == 0 else messages[:-1]", "writes message 1, of the user, only with"),
+        ("messages if messages|length != 4 else messages[:3]", "does not write message 4, of the assistant, where"),
+    ],
+)
+def test_a_template_that_leaves_out_the_last_message_is_refused(loop: str, said: str) -> None:
+    """The text of a user, or an answer without text, would count in the loss."""
+    record = {"messages": [ASK, ANSWER, {**ASK, "content": "what?"}, ANSWER]}
+    assert shown(record, ALL).count("«Yes.") == 0 and shown(record, ALL).count("«<assistant>Yes.<|eot|>»") == 2
+    with pytest.raises(ValueError, match=said):
+        shown(record, ALL.replace("in messages", f"in ({loop})"))
+    # What a template writes in another way is written.
+    other = ALL.replace("m.content", "(m.content | upper)")
+    assert "<user>GO<|eot|>«<assistant>YES.<|eot|>»" in shown(record, other)
+
+
 def test_an_answer_before_every_question() -> None:
     """The template of a published model looks at its first message. Nothing stands before the first answer, so it must
     not fail."""
