@@ -65,8 +65,13 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     """Return the model that a config.json describes. `report` gets a message for each key that is read differently than
     it says. Raises ConfigError if SageTrain does not compute the model, a size is missing, or keys contradict each
     other."""
+    for key in ("architectures", "layer_types", "configuration_files"):
+        if not isinstance(given := config.get(key) or [], list) or {*map(type, given)} - {str}:
+            raise ConfigError(f"{where}: {key} {given!r} is no list of names; copy the folder again")
     family = _family(config, where)
     name = family.name
+    if config.get("hidden_act") == "swish":  # transformers has two names for one function.
+        config = {**config, "hidden_act": "silu"}
     _quantization(config, family, where)
     if others := [name for name in config.get("configuration_files") or [] if name != "config.json"]:
         raise ConfigError(
@@ -209,25 +214,39 @@ def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[
                 'write {"full_attention": {...}, "sliding_attention": {...}}, each with rope_type and rope_theta'
             )
         full["rope_parameters"] = parameters.get("full_attention")
-        within = {key: value for key, value in (parameters.get("sliding_attention") or {}).items() if value is not None}
+        sliding = parameters.get("sliding_attention") or {}
+        if not isinstance(sliding, dict):
+            raise ConfigError(f"{where}: sliding_attention {sliding!r} holds no keys; copy the folder again")
+        within = {key: value for key, value in sliding.items() if value is not None}
         if within.pop("rope_type", "default") != "default" or set(within) - {"rope_theta"}:
             raise ConfigError(
                 f"{where}: rope_parameters: sliding_attention {within}: SageTrain does not scale RoPE in layers with "
                 "a window; name rope_theta alone"
             )
         theta = within.get("rope_theta", theta)
-    period = said.get("sliding_window_pattern") or len(family.pattern)
+    named = said.get("sliding_window_pattern") is not None
+    period = _whole(said, "sliding_window_pattern", where) if named else len(family.pattern)
     every = [letters[each] for each in types or ()] or [("W" * (period - 1) + "F")[i % period] for i in range(number)]
     if "W" not in every or said["sliding_window"] is None:
         return None, full
     shortest = next(n for n in range(1, number + 1) if all(every[i] == every[i % n] for i in range(number)))
+    if theta is None and family.window_theta is None and not family.one_rope:
+        # transformers 5 has one base in these layers, whatever the others have, and transformers 4 had the one of all.
+        theta, all_layers = family.theta, said.get("rope_theta")
+        if not parameters and all_layers not in (None, theta):
+            raise ConfigError(
+                f"{where}: rope_theta {all_layers}: transformers 4 takes it for all layers, and transformers 5 takes "
+                f"{theta} in layers with a window: write rope_parameters instead, with the rope_theta of both, "
+                '{"full_attention": {...}, "sliding_attention": {...}}, each with rope_type and rope_theta'
+            )
     theta = family.window_theta if theta is None else theta
     tokens = _whole(said, "sliding_window", where)
     return {"tokens": tokens, "pattern": "".join(every[:shortest]), "rope_theta": theta}, full
 
 
 def _experts(said: Mapping[str, Any], keys: MixtureKeys, where: str) -> dict[str, Any]:
-    counts = {key: said[key] for key in ("num_experts", "num_local_experts") if said.get(key) is not None}
+    numbers = [key for key in ("num_experts", "num_local_experts") if said.get(key) is not None]
+    counts = {key: _whole(said, key, where) for key in numbers}
     if len({*counts.values()}) != 1:
         both = " contradicts ".join(f"{key} {value!r}" for key, value in counts.items())
         fix = "delete the one that is not the model's" if both else "copy the folder again"
@@ -335,7 +354,7 @@ def _rope(said: Mapping[str, Any], key: str, default: float, where: str) -> tupl
     theta = agreed("rope_theta", "rope_theta beside it,", given.pop("rope_theta", None), said.get("rope_theta"))
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{where}: RoPE of a part of each head: SageTrain turns whole heads")
-    if kind != "default" and kind not in OF_SCALING:
+    if not isinstance(kind, str) or (kind != "default" and kind not in OF_SCALING):
         raise ConfigError(f"{where}: RoPE {kind}: not one of default, {', '.join(OF_SCALING)}")
     scaling: dict[str, Any] | None = None
     if kind != "default":

@@ -210,8 +210,19 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {**YARN, "beta_slow": 64}}, "beta_slow 64.0 is not below beta_fast 32.0"),
     ({"rope_parameters": YARN, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"},
      "rope_parameters .*'yarn'.* names no type of layers, and transformers drops what it says: write "),
+    ({"rope_theta": 1e4, "rope_parameters": None, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3",
+      "num_hidden_layers": 4}, r"rope_theta 10000.0: transformers 4 takes it for all layers, and .* 5 takes 500000.0"),
     ({"rope_theta": 0, "rope_parameters": None}, "rope_theta 0: Input should be greater than 1"),
     ({"rope_parameters": [1]}, r"rope_parameters \[1\] holds no keys"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, r"RoPE \['yarn'\]: not one of default"),
+    ({"architectures": {"0": "LlamaForCausalLM"}}, "architectures .* is no list of names; copy the folder again"),
+    ({"layer_types": [["full_attention"]]}, r"layer_types \[\['full_attention'\]\] is no list of names"),
+    ({"configuration_files": True}, "configuration_files True is no list of names"),
+    ({"sliding_window_pattern": "x", "rope_parameters": None, "architectures": ["Olmo3ForCausalLM"],
+      "model_type": "olmo3"},
+     "sliding_window_pattern 'x' is no whole number above 0"),
+    ({"rope_parameters": {"sliding_attention": [1], "full_attention": {}}, "architectures": ["Olmo3ForCausalLM"],
+      "model_type": "olmo3"}, r"sliding_attention \[1\] holds no keys"),
     ({"model_type": "qwen3"}, "architectures LlamaForCausalLM contradicts model_type 'qwen3'"),
     ({"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "architectures .*'Qwen3ForCausalLM'.: not one of"),
     ({"architectures": ["LLaMAForCausalLM"]}, r"is the model of model_type 'llama', set them to \['LlamaForC"),
@@ -510,7 +521,7 @@ def test_weights_whose_index_or_target_is_missing(copy: Callable[..., Folder]) -
     (folder.path / INDEX).unlink()
     folder.refused(rf"has neither {WHOLE} nor .*, but 5 other files, first: model-00001-of-.*; copy the index")
     (folder.path / WHOLE).symlink_to("blobs/0")
-    folder.refused("is a link to a file that does not exist")
+    folder.refused(r"model\.safetensors is a link to blobs/0, which is not there: copy the folder with the files")
 
 
 def test_weights_under_a_name_of_their_own(copy: Callable[..., Folder]) -> None:
