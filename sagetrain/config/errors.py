@@ -112,6 +112,17 @@ def refuse_pointer(path: str | os.PathLike[str] | Readable) -> None:
         raise ConfigError(said)
 
 
+def is_there(file: Path) -> bool:
+    """Return whether there is a file. Raises ConfigError for a link to a file that is gone, as a copy of a part of a
+    Hugging Face cache leaves it."""
+    if file.is_symlink() and not file.exists():
+        raise ConfigError(
+            f"{file} is a link to {os.readlink(file)}, which is not there: copy the folder with the files that its "
+            "links stand for (cp -rL)"
+        )
+    return file.is_file()
+
+
 _ROOM = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space of your quota (quota -s), or have it raised,",

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from sagetrain.config.errors import ConfigError, refuse_pointer
+from sagetrain.config.errors import ConfigError, is_there, refuse_pointer
 
 CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 BESIDE = (
@@ -168,6 +168,7 @@ def _class(folder: Path, config: dict[str, Any]) -> tuple[str, str, str | None]:
     """Return the class of the tokenizer and what says it, from the first place that transformers looks at, and the
     class that it takes for a tokenizer.json instead."""
     refuse_pointer(folder / "config.json")
+    is_there(folder / "config.json")
     try:
         model = keys_in(folder / "config.json")
     except ConfigError:  # It may belong to something else.
@@ -226,7 +227,7 @@ def _templates(folder: Path, config: dict[str, Any], notes: list[str]) -> dict[s
     which only its processors read, comes last."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    in_files = {name: _text(file) for name, file in files.items() if file.is_file()}
+    in_files = {name: _text(file) for name, file in files.items() if is_there(file)}
     legacy = folder / "chat_template.json"
     places = {
         " and ".join(str(files[name]) for name in in_files): in_files,
@@ -259,7 +260,7 @@ def keys_in(file: Path) -> dict[str, Any]:
     """Return the keys of a JSON file of a published folder, or an empty dict if the file does not exist. Raises
     ConfigError if it holds none, or cannot be read."""
     refuse_pointer(file)
-    if not file.is_file():
+    if not is_there(file):
         return {}
     try:
         tree = json.loads(file.read_bytes())

@@ -101,6 +101,9 @@ def completed(model: bytes, file: Path) -> tuple[bytes, dict[str, Any], list[str
 def _with_json(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[str, Any], list[str]]:
     tree: dict[str, Any] = json.loads(model)
     published = _settings(tree)
+    for key in ("normalizer", "pre_tokenizer", "post_processor"):
+        if not isinstance(tree.get(key) or {}, dict):
+            raise ValueError(f"a tokenizer.json of the tokenizers package: its {key} holds {type(tree[key]).__name__}")
     if beside.overruled is not None:
         beside.of_class = beside.overruled
     notes = [*beside.notes, *_prefix_space(tree, beside, file), *_bert_steps(tree, beside, file)]
@@ -117,7 +120,7 @@ def _with_json(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[st
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         last = max(vocabulary.values()) + len({each.content for each in added.values()} - vocabulary.keys())
         special = [each for each in _special_ids(tree) if each[2] > last]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a tokenizer.json of the tokenizers package ({error!r})") from error
     if tree["model"].get("dropout"):
         notes.append(

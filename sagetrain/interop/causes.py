@@ -59,8 +59,6 @@ def no_model(folder: Path) -> str:
 def no_weights(folder: Path, whole: str, index: str) -> str:
     """Return the message for a folder that has neither of two files of weights."""
     lacks = f"{folder}: has neither {whole} nor {index}"
-    if (folder / whole).is_symlink() or (folder / index).is_symlink():
-        return f"{folder}: {whole} or {index} is a link to a file that does not exist; {_AGAIN} with what it links to"
     others = sorted(each.name for each in folder.glob("*.safetensors") if each.is_file())
     if len(others) == 1:
         return f"{lacks} (there is {others[0]}: rename it if it is the model's)"

@@ -19,7 +19,7 @@ from sagetrain.checkpoint.manifest import FORMAT, write_manifest
 from sagetrain.checkpoint.on_disk import folder_name, sha256
 from sagetrain.checkpoint.state import Identity, ImportRecord, RunState
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import ConfigError, is_utf8, many, url_of
+from sagetrain.config.errors import ConfigError, is_there, is_utf8, many, url_of
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
 from sagetrain.config.sections.base import store_url
@@ -114,7 +114,7 @@ def import_folder(
         raise ConfigError(no_folder(folder))
     if (folder / "checkpoints").is_dir():
         raise ConfigError(f"{folder} is a run of SageTrain, which training.init_from takes as it is")
-    if not (folder / "config.json").is_file():
+    if not is_there(folder / "config.json"):
         raise ConfigError(no_model(folder))
     check_free(run_dir)
     where = str(folder / "config.json")
@@ -323,7 +323,7 @@ def _padded(spec: TensorSpec) -> tuple[int, ...]:
 def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
     """Return the folder's tokenizer. The SentencePiece model is taken if it has the tokens of tokenizer.json, unless
     tokenizer.json has what only it can hold: a chat template, or tokens that are put before a text."""
-    there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
+    there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if is_there(folder / name)]
     if not there:
         found = next((f" ({CONVERT} writes one from {name})" for name in OTHER_FILES if (folder / name).is_file()), "")
         report(

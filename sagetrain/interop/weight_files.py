@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sagetrain.config.errors import ConfigError, many, refuse_pointer
+from sagetrain.config.errors import ConfigError, is_there, many, refuse_pointer
 from sagetrain.data.tokenizer_config import keys_in
 from sagetrain.interop import fused_experts
 from sagetrain.interop.causes import MERGE, no_weights
@@ -48,7 +48,7 @@ class WeightFiles:
         self._packed: dict[str, tuple[str, str]] = {}
         """The files of blocks and of scales of each tensor in MXFP4."""
         index, assigned, files = self._entry(named)
-        if missing := [file for file in files if not (folder / file).is_file()]:
+        if missing := [file for file in files if not is_there(folder / file)]:
             raise ConfigError(
                 f"{folder}: files of weights are missing ({len(missing)} of {len(files)}), first: {missing[0]}; "
                 f"{_AGAIN}"
@@ -103,7 +103,7 @@ class WeightFiles:
                 f"{adapter}: transformers takes this folder for an adapter of another model; {MERGE}, or delete the "
                 "file if they are merged"
             )
-        entry = named or next((each for each in (WEIGHTS, INDEX) if (folder / each).is_file()), None)
+        entry = named or next((each for each in (WEIGHTS, INDEX) if is_there(folder / each)), None)
         if entry is None or not (folder / _inside(entry, f"{folder / 'config.json'}: transformers_weights")).is_file():
             if named:
                 raise ConfigError(f"{folder}: has no {named}, which config.json names; {_AGAIN}")

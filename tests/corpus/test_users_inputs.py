@@ -146,6 +146,20 @@ def test_a_pointer_beside_a_tokenizer_is_named(tmp_path: Path, name: str) -> Non
     (tmp_path / name).write_text(POINTER)
     with pytest.raises(ConfigError, match=f"{name} {NAMED}"):
         read_template(tmp_path / name) if "given" in name else Tokenizer.load(file)
+    # The copy of a part of the hub's cache has links to files that are gone.
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("../../blobs/abc")
+    gone = r"is a link to \.\./\.\./blobs/abc, which is not there: copy the folder with the files"
+    with pytest.raises(ConfigError, match="cannot be read: .*No such file" if "given" in name else f"{name} {gone}"):
+        read_template(tmp_path / name) if "given" in name else Tokenizer.load(file)
+
+
+@pytest.mark.parametrize(("key", "value"), [("normalizer", "NFC"), ("pre_tokenizer", [1]), ("post_processor", 5)])
+def test_a_step_of_a_tokenizer_that_is_none_is_named(tmp_path: Path, key: str, value: object) -> None:
+    file = write_tokenizer(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json is not a tokenizer\.json of .*: its {key} holds"):
+        Tokenizer.load(file)
 
 
 def test_an_empty_template_is_no_choice_of_the_tokenizers_own(tmp_path: Path) -> None:
