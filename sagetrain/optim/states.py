@@ -83,14 +83,22 @@ class Int8:
 
     def write(self, values: Tensor, start: int = 0) -> None:
         """Set the state from position `start` on, a multiple of BLOCK, to the nearest levels."""
+        _check_begin(start)
         codes, largest = encode_twin(values, self._signed)
         self._codes[start : start + len(values)] = codes
         self._largest[start // BLOCK : start // BLOCK + len(largest)] = largest
 
     def moment(self, start: int = 0, stop: int | None = None) -> Moment:
         """Return the memory for the kernel of the update: see pieces.State."""
+        _check_begin(start)
         codes, first = self._codes[start:stop], start // BLOCK
         return Moment(codes, self._largest[first : first - (-len(codes) // BLOCK)])
+
+
+def _check_begin(start: int) -> None:
+    """Raise ValueError for a range that would share a scale with the values before it."""
+    if start % BLOCK:
+        raise ValueError(f"state in 8 bits begins at value {start}, which is no multiple of {BLOCK}")
 
 
 def state_of(moments: Moments, like: Tensor, signed: bool = True) -> State:

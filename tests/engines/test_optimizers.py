@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Sequence
@@ -16,10 +17,12 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from fake_graph import Counted
+from sagekernels.adamw import BLOCK
 from sagekernels.muon import orthogonalize
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.sharding import rows_of
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.optim import muon, weights
 from sagetrain.optim.adamw import AdamW
@@ -342,6 +345,25 @@ def test_moments_in_8_bits_are_read_and_written_alike(signed: bool) -> None:
         state.write(read[start : start + STEP], start)
     assert torch.equal(codes[0], state._codes) and torch.equal(codes[1], state._largest)
     assert torch.equal(state.read(STEP, 3 * STEP + 1), read[STEP : 3 * STEP + 1])
+    for inside in (1, 100, 300):  # A block has one scale.
+        with pytest.raises(ValueError, match=f"begins at value {inside}, which is no multiple of 256"):
+            state.write(read[:256], inside)
+        with pytest.raises(ValueError, match=f"begins at value {inside},"):
+            state.read(inside)
+
+
+def test_matrices_of_experts_share_no_block_of_moments() -> None:
+    """Muon takes the matrices of a tensor one by one. Experts are whole on a rank (sharding.rows_of), and their sizes
+    are multiples of 16 (rules/experts.py), so that each matrix begins with a block at every number of ranks."""
+    for ranks, hidden, inner in itertools.product((1, 2, 3, 5, 8), (16, 48, 80), (16, 112)):
+        spec = TensorSpec("experts", (6, 2 * inner, hidden), "experts", 0, "matrix", 0, matrices=12)
+        for rank in range(ranks):
+            rows = rows_of(6, ranks, rank)
+            start, stop = (row * 2 * inner * hidden for row in (rows.start, rows.stop))
+            every = muon._matrices(0, TensorPiece(spec, 0, 1, start, stop, torch.empty(stop - start)))
+            held = [each.first for each in every if len(each.piece.weight)]
+            assert held == [number * inner * hidden for number in range(2 * (rows.stop - rows.start))]
+            assert not any(first % BLOCK for first in held)
 
 
 def test_small_gradients_beside_large_ones_move_weights_little() -> None:
