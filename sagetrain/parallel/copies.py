@@ -253,7 +253,7 @@ def connect(group: ProcessGroup, slots: int = SLOTS) -> str:
     name = group.group_name
     if name not in connected and name not in _refused:
         copies: list[Copies] = []
-        for step in (_check, partial(_connect, slots), _try):
+        for step in (_check, partial(_open, slots), _map, _try):
             _refused[name] = _on_all_ranks(group, step, group, copies)
             if _refused[name]:
                 break
@@ -308,10 +308,16 @@ def _check(group: ProcessGroup, copies: list[Copies]) -> None:
         raise RuntimeError(f"torch's symmetric memory is set to {backend}, not CUDA")
 
 
-def _connect(slots: int, group: ProcessGroup, copies: list[Copies]) -> None:
-    memory = DeviceMemory(group)
-    copies.append(Copies(group.rank(), group.size(), memory, slots))
+def _open(slots: int, group: ProcessGroup, copies: list[Copies]) -> None:
+    """Open what a rank needs by itself. A rank that cannot must say so before the others wait for it to map memory."""
+    copies.append(Copies(group.rank(), group.size(), DeviceMemory(group), slots))
+
+
+def _map(group: ProcessGroup, copies: list[Copies]) -> None:
+    """Map the memory of all ranks, each of which waits for the others."""
     copies[0]._grow(_ALIGNMENT * group.size())
+    memory = copies[0]._memory
+    assert isinstance(memory, DeviceMemory)
     if memory._symmetric.multicast_ptr:
         raise RuntimeError("symmetric memory came with multicast, which was switched off")
 

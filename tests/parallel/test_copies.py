@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -25,8 +26,8 @@ from sagetrain.engines.gather import gather_by_copies
 from sagetrain.model.backends import Sdpa
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import finish, start_all_gather, start_reduce_scatter
-from sagetrain.parallel.copies import SLOTS, Copies, connected
-from sagetrain.parallel.device_memory import PadOperation, Step, meeting
+from sagetrain.parallel.copies import SLOTS, Copies, connected, memory_of
+from sagetrain.parallel.device_memory import DeviceMemory, PadOperation, Step, meeting
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 DELAY = 0.002  # Each copy waits at most this long, in seconds.
@@ -257,28 +258,38 @@ def test_an_engine_gathers_by_copies(ranks: int) -> None:
     run_distributed(_check_engine, ranks)
 
 
-def _check_agreement() -> list[str]:
-    """Check that one rank's trouble is everyone's, and that a reason is found once."""
-    group = dist.new_group()
-    tries, original = [], copies._check
+def _check_agreement() -> list[list[str]]:
+    """Check that one rank's trouble is everyone's, in each step, and that a reason is found once. The memory meets when
+    it is allocated, as torch's does, so that a rank which comes alone would wait."""
+    found, rank = [], dist.get_rank()
+    for step in ("check", "open", "map", "try"):
+        group, tries = dist.new_group(), list[str]()
 
-    def check(*arguments: object) -> None:
-        tries.append(1)
-        if dist.get_rank() == 1:
-            raise RuntimeError("GPU 1 cannot reach GPU 0\nand more")
+        def trouble(place: str, step: str = step, tries: list[str] = tries) -> None:
+            tries.append(place)
+            if (rank, place) == (1, step):
+                raise RuntimeError("GPU 1 cannot reach GPU 0\nand more")
 
-    copies._check = check
-    try:
-        reasons = [copies.connect(group) for _ in range(2)]
-    finally:
-        copies._check = original
-    assert len(tries) == 1 and group.group_name not in connected
-    return reasons
+        class Refusing(DeviceMemory):
+            def __init__(self, ranks: dist.ProcessGroup) -> None:
+                trouble("open")
+                self._ranks, self._symmetric = ranks, SimpleNamespace(multicast_ptr=0)
+
+            def allocate(self, nbytes: int) -> list[Tensor]:
+                dist.barrier(self._ranks)
+                trouble("map")
+                return [torch.empty(nbytes, dtype=torch.uint8)] * 2
+
+        fakes = {"_check": lambda *_: trouble("check"), "DeviceMemory": Refusing, "_try": lambda *_: trouble("try")}
+        with patch.multiple(copies, **fakes):
+            found.append([copies.connect(group) for _ in range(2)])
+        assert tries[-1] == step and len({*tries}) == len(tries) and memory_of(group) is None
+    return found
 
 
 def test_ranks_agree_on_a_refusal() -> None:
-    for reasons in run_distributed(_check_agreement, 2):
-        assert reasons == ["rank 1: GPU 1 cannot reach GPU 0"] * 2
+    for found in run_distributed(_check_agreement, 2):
+        assert found == [["rank 1: GPU 1 cannot reach GPU 0"] * 2] * 4
 
 
 def test_a_model_whose_ranks_cannot_copy_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
