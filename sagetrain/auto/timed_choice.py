@@ -151,7 +151,8 @@ def decide(
     entry = next(((file, each) for file in files if (each := _entries(file).get(named))), None)
     if entry := of_rank_0(entry, device=device) if together else entry:
         file, kept = entry
-        say(f"{what}: {kept['chosen']} (chosen before, {file})")
+        every = " and ".join(map(str, dict.fromkeys([file, *files])))
+        say(f"{what}: {kept['chosen']} (chosen before, {file}; to time again, remove {every})")
     else:
         if cache is not None:
             say(f"{what} auto: {waits}")

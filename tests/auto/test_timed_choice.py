@@ -16,6 +16,7 @@ from distributed import run_distributed
 from sagetrain.auto import timed_choice
 from sagetrain.auto.timed_choice import TimeTable, by_first_rank, decide, fastest, settle
 from sagetrain.config.errors import TrainingError
+from sagetrain.config.sections.data import cache_folder
 
 CPU = torch.device("cpu")
 
@@ -75,7 +76,8 @@ def test_the_table_and_the_choice_are_kept_in_a_file(tmp_path: Path) -> None:
     (kept,) = json.loads(cache.read_text()).values()
     assert kept == {"chosen": "int8", "table": table[:-1], "refused": False}
     assert choose(lambda: measured(0.02), key=(1, "a")) == "int8"
-    assert said[2] == f"linear: int8 (chosen before, {cache})"
+    of_host = cache_folder("choices") / "linear.json"
+    assert said[2] == f"linear: int8 (chosen before, {cache}; to time again, remove {cache} and {of_host})"
     assert choose(lambda: measured(math.inf), key=(1, "b")) == "bf16"
     assert "not used\n  int8: o off by 0.5\n  chosen: bf16" in said[4] and len(json.loads(cache.read_text())) == 2
     # It may be half of a file, or another program's.
@@ -98,7 +100,8 @@ def test_runs_of_a_host_share_choices(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path))
     assert [choose("a", 0.008), choose("b", 0.02)] == ["int8", "int8"]
-    assert said[-1] == f"linear: int8 (chosen before, {tmp_path}/choices/linear.json)"
+    of_host, own = tmp_path / "choices/linear.json", tmp_path / "b/linear.json"
+    assert said[-1] == f"linear: int8 (chosen before, {of_host}; to time again, remove {of_host} and {own})"
     assert (tmp_path / "a/linear.json").read_text() == (tmp_path / "b/linear.json").read_text()
     monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path / "other"))
     assert [choose("d", math.inf), choose("d", 0.008), choose("e", 0.008)] == ["bf16", "bf16", "int8"]
