@@ -79,7 +79,9 @@ def clamped_swiglu(gate_up: Tensor, bias: Tensor, weights: Tensor, rows: Rows) -
     """
     refuse_transforms(*_NAMED)
     check_swiglu(gate_up.shape, gate_up.dtype, weights, rows)
-    of_experts = _of_experts(bias, gate_up.shape[1], gate_up.dtype, rows)
+    if bias.dtype != gate_up.dtype:
+        raise TypeError(f"clamped_swiglu takes a bias in the dtype of gate_up, {gate_up.dtype}, got {bias.dtype}")
+    of_experts = _of_experts(bias, gate_up.shape[1], rows)
     return _ClampedSwiGLU.apply(gate_up, of_experts, weights, rows.choice, rows.slot, rows.ends)
 
 
@@ -92,19 +94,20 @@ def combined_bias(bias: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         weights: [T, k]. They are rounded to the dtype of the bias.
 
     Raises:
+        TypeError: a bias of integers.
         ValueError: the bias is no such matrix.
     """
-    of_experts = _of_experts(bias, bias.numel() // len(rows.ends), bias.dtype, rows)
+    if not bias.dtype.is_floating_point:
+        raise TypeError(f"combined_bias takes a bias of floating-point numbers, got {bias.dtype}")
+    of_experts = _of_experts(bias, bias.numel() // len(rows.ends), rows)
     there = rows.slot >= 0
     expert = _experts(rows.slot, rows.ends).clamp(max=len(of_experts) - 1)
     shares = weights.new_zeros(len(weights), len(of_experts)).scatter_add(1, expert, weights * there)
     return shares.to(bias.dtype) @ of_experts
 
 
-def _of_experts(bias: Tensor, columns: int, dtype: torch.dtype, rows: Rows) -> Tensor:
+def _of_experts(bias: Tensor, columns: int, rows: Rows) -> Tensor:
     """View a bias as [E, columns]."""
-    if bias.dtype != dtype:
-        raise TypeError(f"clamped_swiglu takes a bias in the dtype of gate_up, {dtype}, got {bias.dtype}")
     if bias.numel() != len(rows.ends) * columns:
         raise ValueError(f"experts take a bias [{len(rows.ends)}, {columns}], got shape {tuple(bias.shape)}")
     return bias.view(-1, columns)

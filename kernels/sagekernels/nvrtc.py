@@ -113,6 +113,8 @@ _begun: dict[tuple[str, tuple[tuple[str, int | str], ...], str], Future[bytes]] 
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
+    # A process that ends waits for the threads of a pool. With daemon threads it ended by SIGSEGV in NVRTC four times
+    # of four.
     return ThreadPoolExecutor(4, "nvrtc")
 
 

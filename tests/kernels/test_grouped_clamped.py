@@ -79,6 +79,8 @@ def test_empty_rows_are_zeros_and_wrong_biases_are_refused() -> None:
     assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
     with pytest.raises(ValueError, match=r"experts take a bias \[8, 96\], got shape \(7, 96\)"):
         clamped_swiglu(gate_up, bias[:7], weights, rows)
+    with pytest.raises(TypeError, match=r"combined_bias takes a bias of floating-point numbers, got torch\.int32"):
+        combined_bias(TENSORS[5].int(), TENSORS[1], rows)
     with pytest.raises(TypeError, match="a bias in the dtype of gate_up"):
         clamped_swiglu(gate_up, bias.double(), weights, rows)
     none = plan_rows(CHOICES[:0], 8)
