@@ -112,6 +112,8 @@ def _text_of(path: Readable) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}; save it as UTF-8") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a folder; that of a run has its configuration in {path}/config.yaml") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
 

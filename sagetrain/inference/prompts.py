@@ -28,7 +28,9 @@ def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_fil
     if len(named) > 1:
         raise ConfigError(f"give either {' or '.join(named)}, not both")
     if file is not None:
-        return [_text_of(file, "--file")]
+        if not (text := _text_of(file, "--file")):
+            raise ConfigError(f"--file {file} is empty; leave it out for a text that begins with nothing")
+        return [text]
     if prompt_file is not None:
         return _lines_of(prompt_file)
     return [_word(word) for word in words or [""]]

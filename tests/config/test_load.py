@@ -377,6 +377,8 @@ def test_files_that_hold_no_configuration(tmp_path, content, expected):
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"nope\.yaml: cannot be read: No such file or directory"):
         load_config(tmp_path / "nope.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder; that of a run has its configuration in .*/config\.yaml"):
+        load_config(tmp_path)
 
 
 def test_locations_name_line_or_override(tmp_path):

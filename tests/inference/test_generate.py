@@ -258,6 +258,11 @@ def test_prompts_come_from_words_files_and_standard_input(monkeypatch, tmp_path:
     assert read_prompts(prompt_file=tmp_path / "LINES.JSONL") == ["a\nb", ""]
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfa\n")  # Some editors begin a file with this mark.
     assert read_prompts(prompt_file=tmp_path / "marked.txt") == ["a"]
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(
+        ConfigError, match=r"--file .*marked\.txt is empty; leave it out for a text that begins with no"
+    ):
+        read_prompts(file=tmp_path / "marked.txt")
 
 
 @pytest.mark.parametrize(("content", "said"), [
