@@ -113,6 +113,11 @@ class Pairs:
         """Check the types of all settings, and the length. Raises ConfigError if one is wrong."""
         check_fields(self)
         _checked_length("seq_length", self.seq_length)
+        if self.prompt_field == self.completion_field:
+            raise ConfigError(
+                f"{spelled('prompt_field')} and {spelled('completion_field')} are both {self.prompt_field!r}: each "
+                "prompt would be its own completion; name the field of each"
+            )
 
     @property
     def options(self) -> dict[str, str]:

@@ -352,6 +352,7 @@ OPTIONS = ("prompt_field", "completion_field", "chat_field", "chat_template", "t
     ({"completion_field": "p", "seq_length": 8}, "--prompt-field and --completion-field go together"),
     ({"prompt_field": "p", "completion_field": "c", "chat_field": "m", "seq_length": 8}, "not both"),
     ({"prompt_field": "p", "completion_field": "c"}, "--seq-length is missing.*data.seq_length"),
+    ({"prompt_field": "p", "completion_field": "p", "seq_length": 8}, "are both 'p': each prompt would be its own"),
     ({"chat_field": "m", "seq_length": 1}, "--seq-length 1 is below 2"),
     ({"seq_length": 8}, "--seq-length is for records"),
     ({"chat_template": Path("t.jinja")}, "--chat-template t.jinja is for chats"),
