@@ -79,7 +79,6 @@ class FsdpEngine(BaseEngine):
         shown = StepGradients(model, groups, device, 0.0, layout.copies, layout.expert_copies)
         super().__init__(model, groups, device, shown)
         self._stage = layout.zero_stage
-        self._largest_norm = cfg.optimizer.clip_grad or math.inf
         stage, offload, unhooked = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
         passing, resident = unhooked and stage == 3, unhooked and stage < 3
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
@@ -105,9 +104,8 @@ class FsdpEngine(BaseEngine):
         }
         gathered = gather_once(model, self.units, stay=unhooked, pass_by=passing)
         rules = groups_of(model.every_spec.values(), cfg)
-        of_rank = model, parameters, self.units, groups, device
-        self._shards = Shards(*of_rank, rules, partial(build_optimizer, cfg))
-        self._balance = self._shards.balance(cfg.model, layout.replicas)
+        updated = rules, partial(build_optimizer, cfg), layout.replicas, cfg.optimizer.clip_grad or math.inf
+        self._shards = Shards(model, parameters, self.units, groups, device, *updated)
         kept = KeptWeights(resident and device.type == "cuda") if stage < 3 and cfg.linear.low_bit else None
         of_model, masters = (model, self.units, gathered, kept), self._shards.masters
         self._weights: GatheredWeights
@@ -198,22 +196,5 @@ class FsdpEngine(BaseEngine):
         self._sums.add()
 
     def _update(self, decision: Decision) -> bool:
-        """Measure the norm of the gradients, ask the decision, and update the masters or leave them."""
-        gradients = self._sums.take()
-        self._shards.complete(gradients)
-        if self._balance:
-            self._balance.take(gradients)
-        # The squares travel with the step's metrics.
-        self.groups.metrics.derive("train/grad_norm", math.sqrt, self._shards.square(gradients))
-        allowed = decision.allows()
-        if self._balance:
-            decision.metrics.update(self._balance.numbers())
-        norm = decision.metrics["train/grad_norm"]
-        decision.show(lambda: self._shards.parts(gradients))
-        if not (allowed and math.isfinite(norm)):
-            return False
-        clipped = min(1.0, self._largest_norm / (norm + 1e-6))
-        self._shards.update(gradients, clipped, self._lr, self.optimizer_steps + 1)
-        if self._balance:
-            self._balance.update()
-        return True
+        """Let the shards ask the decision, and update the masters or leave them."""
+        return self._shards.update(self._sums.take(), decision, self._lr, self.optimizer_steps + 1)

@@ -1,4 +1,4 @@
-"""The shards of a model's tensors that a rank keeps for good: the masters, and the optimizers that update them."""
+"""The shards of a model's tensors that a rank keeps for good: the masters, and their update by a step's gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.config.errors import TrainingError
-from sagetrain.config.schema import ModelConfig
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.sharding import Unit, UnitRanks
+from sagetrain.engines.step import Decision
 from sagetrain.model.placement import first_of, place
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.model.transformer import Transformer
@@ -41,6 +41,8 @@ class Shards:
         device: the device of collectives.
         rules: the groups of tensors, each with the way it is updated.
         build: builds the optimizer of pieces of a group: see optim/build.build_optimizer.
+        replicas: the number that the gradients' sums over ranks were divided by.
+        largest_norm: the largest global norm of the gradients that the optimizer gets.
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class Shards:
         device: torch.device,
         rules: Sequence[Group],
         build: Callable[[Group, Sequence[TensorPiece], dist.ProcessGroup | None], Optimizer],
+        replicas: int,
+        largest_norm: float,
     ) -> None:
         self._specs, self._here, self._groups, self._device = model.every_spec, model.specs, groups, device
+        self._largest_norm = largest_norm
         # Of tensors of other pipeline stages nothing is kept, by the same ranks as of those outside of blocks.
         self._ranks = dict.fromkeys(model.every_spec, units[0].ranks)
         self._ranks |= {name: unit.ranks for unit in units for name in unit.names}
@@ -75,6 +80,10 @@ class Shards:
         self._state.update((name, {}) for name, spec in self._specs.items() if spec.kind == "state")
         for rule in rules:
             self._build_optimizers(rule, build)
+        self._balance = None
+        if model.config.experts:
+            of_rank = self._specs, self.masters, self._starts, self._counts
+            self._balance = Balance(model.config, *of_rank, replicas, groups.metrics)
 
     def _build_optimizers(self, rule: Group, build: Callable[..., Optimizer]) -> None:
         """Build an optimizer for the tensors of a group that have the same ranks."""
@@ -94,13 +103,33 @@ class Shards:
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Check that every tensor has a gradient, and sum what the ends of a pipeline have of a tied embedding's, and
-        tensor-parallel ranks of tensors that saw their own tokens alone; collective.
+    def update(self, gradients: dict[str, Tensor], decision: Decision, lr: float, number: int) -> bool:
+        """Measure the norm of this rank's part of the gradients, ask the decision, and make update `number` (the first
+        is 1) of the masters or leave them; collective. Return whether the update was made.
 
         Raises:
             TrainingError: a tensor has no gradient.
         """
+        self._complete(gradients)
+        if self._balance:
+            self._balance.take(gradients)
+        # The squares travel with the step's metrics.
+        self._groups.metrics.derive("train/grad_norm", math.sqrt, self._square(gradients))
+        allowed = decision.allows()
+        if self._balance:
+            decision.metrics.update(self._balance.numbers())
+        norm = decision.metrics["train/grad_norm"]
+        decision.show(lambda: self._parts(gradients))
+        if not (allowed and math.isfinite(norm)):
+            return False
+        self._step(gradients, min(1.0, self._largest_norm / (norm + 1e-6)), lr, number)
+        if self._balance:
+            self._balance.update()
+        return True
+
+    def _complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Check that every tensor has a gradient, and sum what the ends of a pipeline have of a tied embedding's, and
+        tensor-parallel ranks of tensors that saw their own tokens alone; collective."""
         lacking = [name for name in self._here if self.masters[name].numel() and name not in gradients]
         if lacking:
             raise TrainingError(
@@ -116,23 +145,23 @@ class Shards:
             if spec.of_own_tokens and not summed and name in gradients:
                 dist.all_reduce(gradients[name], group=self._groups.tp_group)
 
-    def square(self, gradients: Mapping[str, Tensor]) -> Tensor:
+    def _square(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's part of the square of the global norm, fp64 on the device. Each element of the model
         counts on one rank."""
-        counted = [g for name, g in gradients.items() if self.counts(name)]
+        counted = [g for name, g in gradients.items() if self._counts(name)]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return _norms(counted).to(self._device).double().square().sum()
 
-    def parts(self, gradients: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    def _parts(self, gradients: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         """Return gradients as their observers get them: 1-D in fp32, without a copied embedding's."""
         own = gradients.items()
         return [(name, g.view(-1).float()) for name, g in own if not (self._is_copy and name == EMBEDDING)]
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[str, Tensor], factor: float, lr: float, number: int) -> None:
-        """Make update `number` (the first is 1) of the masters by the gradients times a factor; collective. The
-        decision has waited for the GPU, which reads the masters."""
+    def _step(self, gradients: Mapping[str, Tensor], factor: float, lr: float, number: int) -> None:
+        """Update the masters by the gradients times a factor; collective. The decision has waited for the GPU, which
+        reads the masters."""
         for pieces, optimizer in self._optimizers:
             # A rank that keeps nothing of a tensor has no gradient of it.
             of_pieces = [gradients[p.spec.name].view(-1) if len(p.weight) else p.weight for p in pieces]
@@ -140,15 +169,7 @@ class Shards:
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 
-    def balance(self, model: ModelConfig, divisor: int) -> Balance | None:
-        """Return what balances the experts of the model, from sums of gradients that were divided by a number. None: it
-        has no experts."""
-        if model.experts is None:
-            return None
-        of_rank = self._specs, self.masters, self._starts, self.counts
-        return Balance(model, *of_rank, divisor, self._groups.metrics)
-
-    def counts(self, name: str) -> bool:
+    def _counts(self, name: str) -> bool:
         """Return whether this rank's shard of a tensor counts, and no other rank's with the same values."""
         return place(self._specs[name], self._groups).counted and not self._twin(name)
 
