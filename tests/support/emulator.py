@@ -19,6 +19,7 @@ from sagekernels import nvrtc
 
 HERE = Path(__file__).parent
 STAND_INS = {"hopper": "hopper_emulator", "mma": "mma_emulator", "device": "mma_emulator"}
+INCLUDED = re.compile(r'#include "(\w+\.cuh)"')
 KERNEL = re.compile(r'extern "C" __global__ void(?: (?:__launch_bounds__|CLUSTER_OF)\([^)]*\))* (\w+)\(')
 LAUNCH = """
 extern "C" const char *launch_%s(int grid, int threads, int resident, int seed, int mistake, void **values) {
@@ -80,6 +81,7 @@ class Emulated:
         text = (nvrtc.HERE / source).read_text()
         for header, stand_in in STAND_INS.items():
             text = text.replace(f'"{header}.cuh"', f'"{stand_in}.h"')
+        text = INCLUDED.sub(lambda found: (nvrtc.HERE / found[1]).read_text(), text)
         for i, mistake in enumerate(mistakes, 1):
             for right, wrong in mistake.items():
                 assert text.count(right) == 1, right

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import held
 
@@ -219,6 +220,8 @@ def call(name: str) -> None:
     elif name == "torchrun":
         Launched.spares = [Spare() for _ in range(int(sys.argv[sys.argv.index("--nproc-per-node") + 1]))]
         subprocess_handler.Popen = Launched
+        # Events of torchrun have the name of a method, for which it looks at all modules: seconds, where all are here.
+        dynamic_rendezvous.get_method_name = lambda depth=2: "method"
     module, function = COMMANDS[name]
     getattr(import_module(module), function)()
 
