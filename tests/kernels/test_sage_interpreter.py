@@ -14,7 +14,6 @@ from interpreted import INSIDE, poisoned_memory, run_interpreted  # noqa: F401
 
 if not INSIDE:
 
-    @pytest.mark.timeout(600)
     def test_kernels_in_the_interpreter():
         run_interpreted()
 
