@@ -62,7 +62,7 @@ from sagetrain.costs.accounting import total_bytes
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.costs.which_gpu import of_device
 from sagetrain.data.token_file import token_path
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.planning.plan import document_span
 from sagetrain.planning.priced import Target
 
@@ -241,7 +241,7 @@ def main() -> None:
         cfg = load_config(arguments.config, overrides)
         if arguments.random_tokens and not cfg.model.vocab_size:
             sys.exit("--random-tokens: model.vocab_size = null: there is no tokenizer; give a number")
-        vocab_size = cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size
+        vocab_size = cfg.model.vocab_size or Tokenizer.load(cfg.data.tokenizer_path).vocab_size
         for layout in arguments.layouts:
             own = layout.settings(cfg, output / layout.name, arguments.accumulation, arguments.tokens_per_step)
             settings[layout.name] = [*overrides, *own]

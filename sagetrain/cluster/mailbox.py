@@ -26,7 +26,7 @@ class Mailbox:
     """Send values from rank 0 to the other ranks, and gather values on rank 0. Every rank makes the same calls in the
     same order, from one thread.
 
-    Making a mailbox is collective.
+    Making a mailbox is collective, and there are two ranks at least.
 
     Args:
         timeout: the time that a call waits for another rank.
@@ -48,10 +48,9 @@ class Mailbox:
         key, others = self._next(), self._world_size - 1
         if self._rank == 0:
             self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
-            if others:
-                # A rank that should read may have ended.
-                with suppress(dist.DistStoreError):
-                    self._store.wait([f"{key}/read"], min(_FAREWELL, self._timeout))
+            # A rank that should read may have ended.
+            with suppress(dist.DistStoreError):
+                self._store.wait([f"{key}/read"], min(_FAREWELL, self._timeout))
             return value
         self._store.wait([key], self._timeout)
         told: T = pickle.loads(self._store.get(key))
@@ -67,8 +66,7 @@ class Mailbox:
             return []
         keys = [f"{key}/{rank}" for rank in range(1, self._world_size)]
         try:
-            if keys:
-                self._store.wait(keys, self._timeout)
+            self._store.wait(keys, self._timeout)
         except dist.DistStoreError as error:
             missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
             raise dist.DistStoreError(f"rank {ranges(missing)} has said nothing") from error

@@ -33,7 +33,7 @@ from sagetrain.config.schema import DataConfig, ModelConfig
 from sagetrain.costs.accounting import num_parameters, total_bytes
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.token_file import TokenFile, write_atomic
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.parallel.host import nvidia_smi
 from sagetrain.report.read import read_rows
 from sagetrain.storage.url_path import location
@@ -196,7 +196,7 @@ def _results(question: Question, call: Call) -> Results:
 
 
 def _vocab_size(model: ModelConfig, data: DataConfig) -> int:
-    return padded_vocab_size(model.vocab_size or Tokenizer.load(find_tokenizer(data)).vocab_size)
+    return padded_vocab_size(model.vocab_size or Tokenizer.load(data.tokenizer_path).vocab_size)
 
 
 def _too_large(question: Question, missing: Sequence[Job], where: Places) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
@@ -141,10 +141,10 @@ class Tokenizer:
         surrogate pair."""
         return self._codec.encode(_valid(text))
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]], control: Literal[True] = True) -> EncodedParts:
+    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> EncodedParts:
         """Encode texts, each with a mark, end to end. What stands before a marked part has the tokens that it has
-        alone, as when a model is asked to go on from there. The texts of control tokens are these tokens, which callers
-        outside of this library say by `control`. Raises ValueError if a text holds half of a surrogate pair."""
+        alone, as when a model is asked to go on from there. Raises ValueError if a text holds half of a surrogate
+        pair."""
         text = _valid("".join(text for text, _ in parts))
         stops = list(accumulate(len(text) for text, _ in parts))
         marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark and text]
@@ -245,25 +245,17 @@ def _valid(text: str) -> str:
     return text
 
 
-def find_tokenizer(data: DataConfig) -> Path:
-    """Return the path of data.tokenizer, or else of the tokenizer that `sagetrain prepare` left beside the first
-    training source."""
-    return Path(data.tokenizer_path)
-
-
 def tokenizer_of(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     """Load the tokenizer of a run. Return None if there is none beside the token files and the size of the vocabulary
     is given. Raises ConfigError as Tokenizer.load does."""
-    file = find_tokenizer(data)
-    if vocab_size and data.tokenizer is None and not file.is_file():
+    if vocab_size and data.tokenizer is None and not Path(data.tokenizer_path).is_file():
         return None
-    return Tokenizer.load(file)
+    return Tokenizer.load(data.tokenizer_path)
 
 
 def known_tokenizer(data: DataConfig) -> Tokenizer | None:
     """Load the run's tokenizer. Return None if the file does not exist yet."""
-    file = find_tokenizer(data)
-    return Tokenizer.load(file) if file.is_file() else None
+    return Tokenizer.load(data.tokenizer_path) if Path(data.tokenizer_path).is_file() else None
 
 
 def known_vocab_size(data: DataConfig) -> int | None:

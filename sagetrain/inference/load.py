@@ -18,7 +18,7 @@ from sagetrain.config.load import load_config, saved_config
 from sagetrain.config.rules.prepared import CHAT_TEMPLATE
 from sagetrain.config.schema import DataSource, RunConfig, tokenizer_in
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import kept_templates
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.located import located
@@ -114,7 +114,7 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     trained_with = state.identity.tokenizer_sha256
     file = tokenizer_in(run_dir)  # Training has kept the tokenizer there.
     if trained_with and not file.is_file():
-        file = find_tokenizer(cfg.data)
+        file = Path(cfg.data.tokenizer_path)
         if not file.is_file():
             raise CheckpointError(
                 f"{run_dir} has lost its tokenizer, which is not at {file} either: put the tokenizer.model, or the "

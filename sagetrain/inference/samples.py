@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.schema import DataConfig, EvaluationConfig
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
@@ -26,7 +26,7 @@ def samples_while_training(
     """Return the function that writes samples (Samples of training/trainer.py), for all ranks together. `context` is
     the number of tokens that a text of the run may have at once. Raises ConfigError if there is no tokenizer, or a
     prompt is too long."""
-    tokenizer, prompts = Tokenizer.load(find_tokenizer(data)), evaluation.samples_prompts
+    tokenizer, prompts = Tokenizer.load(data.tokenizer_path), evaluation.samples_prompts
     check_prompts(prompts, tokenizer, context)
     sampling = Sampling(evaluation.samples_tokens)
 

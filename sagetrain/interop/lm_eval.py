@@ -21,7 +21,7 @@ from sagetrain.checkpoint.state import Texts
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.batch import Batch
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, finished
 from sagetrain.inference.load import TrainedRun
@@ -180,7 +180,7 @@ def tasks_while_training(
     tasks = HarnessTasks(evaluation.tasks, evaluation.tasks_limit)
     if trained is None:
         refuse_generating(tasks.generating)
-    tokenizer = Tokenizer.load(find_tokenizer(data))
+    tokenizer = Tokenizer.load(data.tokenizer_path)
 
     def ask(engine: Engine, texts: Texts, alive: Alive) -> dict[str, float]:
         def forward(batch: Batch) -> Tensor:

@@ -1,7 +1,5 @@
 """Tokenizers give back exactly the text that went in, are trained alike each time, and name what is wrong."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from prepare_inputs import SAMPLE, published_tokenizer
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataConfig
 from sagetrain.corpus.tokenizer_training import train_tokenizer
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +108,7 @@ def test_load_errors(tmp_path):
             Tokenizer.load(tmp_path / "bad.model")
 
 
-def test_find_tokenizer(tmp_path):
+def test_the_path_of_the_tokenizer(tmp_path):
     config = {"train": [{"path": f"{tmp_path}/a/train"}, {"path": "b/train"}], "seq_length": 8, "micro_batch_size": 1}
-    assert find_tokenizer(DataConfig(**config)) == tmp_path / "a" / "tokenizer.model"
-    assert find_tokenizer(DataConfig(**config, tokenizer="x.model")) == Path("x.model")
+    assert DataConfig(**config).tokenizer_path == f"{tmp_path}/a/tokenizer.model"
+    assert DataConfig(**config, tokenizer="x.model").tokenizer_path == "x.model"

@@ -72,7 +72,7 @@ class Masters:
         stage: int,
         settings: Mapping[str, Any],
     ) -> None:
-        self._ds, self._optimizer, self._rules, self._groups, self._stage = ds, optimizer, rules, groups, stage
+        self._ds, self._optimizer, self._groups, self._stage = ds, optimizer, groups, stage
         self._settings = settings
         self._device = torch.device(ds.device)
         number_of = {name: number for number, rule in enumerate(rules) for name in rule.names}
