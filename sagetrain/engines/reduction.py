@@ -1,5 +1,5 @@
-"""The mean of gradients over replicas, as an engine without FSDP's hooks reduces them (ZeRO 0 and 1, and recorded
-micro-steps at ZeRO 2)."""
+"""The mean of gradients over replicas, as an engine without FSDP's hooks reduces them: once a step at ZeRO 0 and 1, in
+every micro-step at ZeRO 2 and 3."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The weights that an engine on FSDP2 keeps whole at ZeRO 0 and 1, and renews in place once a step.
+"""The weights that an engine on FSDP2 keeps whole, and renews in place right after each update.
 
-FSDP's hooks would gather them in the forward pass of the first micro-step. The GPU has nothing else to do then, because
-the update waits for the gradients' norm, and it waits for the host, which needs 2 ms a block for these hooks.
+FSDP's hooks would gather them in the forward pass of the first micro-step. There the GPU would be idle: nothing else is
+queued, and the hooks take the host 2 ms a block.
 """
 
 from __future__ import annotations
