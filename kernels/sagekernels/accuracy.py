@@ -89,7 +89,7 @@ def intermediates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, recipe: str | Non
         p = torch.softmax((wide[0] @ wide[1].mT * scale).masked_fill(~mask, -math.inf), -1)
         o = p @ wide[2]
     else:
-        call = Call(q, k, v, None, True, scale, smooth_k=True, smooth_q=False, recipe=recipe, backend="twin")
+        call = Call(q, k, v, None, True, scale, smooth_k=True, recipe=recipe, backend="twin")
         out, saved = twin_forward(call)
         s = ScoresOfCodes(call, saved)(range(n))
         p, o = torch.exp(s[0, 0, 0] - saved.lse[0, 0, :, None]).double(), out[0, :, 0].double()

@@ -14,7 +14,7 @@ from .backends import NAMED, default_recipe
 from .call import RECIPES, BackendName, BackwardCall, Call, RecipeName, Saved, empty_terms
 from .forward import document_bounds_triton
 from .operators import LIBRARY, autocast_dtype, operator
-from .quantize import Codes, tiles_of
+from .quantize import Codes
 from .refusals import differentiated_once, one_of, refuse_transforms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,7 +29,6 @@ def sage_attention(
     causal: bool = True,
     scale: float | None = None,
     smooth_k: bool = True,
-    smooth_q: bool = False,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
     window: int | None = None,
@@ -50,7 +49,6 @@ def sage_attention(
             True by default.
         scale: the factor on the scores. Default: D ** -0.5.
         smooth_k: subtract the mean of K over the row before quantizing.
-        smooth_q: subtract the mean of Q over tiles of 64 tokens before quantizing.
         cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Documents
             of length zero are allowed. On a GPU the values are not checked (that would wait for the device).
         bounds: document_bounds(cu_seqlens, N, window) in the place of cu_seqlens and window, where many calls share
@@ -85,7 +83,7 @@ def sage_attention(
     q, k, v = autocast(q, k, v)
     bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, window, recipe, backend)
     check_sinks(q, sinks)
-    return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend, sinks))[0]
+    return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, recipe, backend, sinks))[0]
 
 
 def document_bounds(
@@ -231,7 +229,7 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 
 # Schemas have no lists (operators.py), so an optional tensor that a call does not use is an empty tensor.
-Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -243,25 +241,24 @@ def _forward(
     causal: bool,
     scale: float,
     smooth_k: bool,
-    smooth_q: bool,
     recipe: str,
     backend: str | None,
     sinks: Tensor | None = None,
-) -> Nine:
-    """Return (o, lse, q codes, q scale, k codes, k scale, q mean, k mean, scores of the sinks), with the shapes of
+) -> Eight:
+    """Return (o, lse, q codes, q scale, k codes, k scale, k mean, scores of the sinks), with the shapes of
     call.Saved."""
-    call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend, sinks)
+    call = Call(q, k, v, bounds, causal, scale, smooth_k, recipe, backend, sinks)
     if q.numel() == 0:
         return _forward_fake(*call)
     o, saved = backends.forward(call)
     observe.forward(call, saved)
-    rest = (saved.q_mean, saved.k_mean, saved.sink_scores)
+    rest = (saved.k_mean, saved.sink_scores)
     return o, saved.lse, *saved.q, *saved.k, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
 
 
-def _forward_fake(*arguments) -> Nine:
+def _forward_fake(*arguments) -> Eight:
     call = Call(*arguments)
-    q, smooth_q, has_sinks = call.q, call.smooth_q, call.sinks is not None
+    q, has_sinks = call.q, call.sinks is not None
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = call.k.shape[1:3]
 
@@ -275,15 +272,13 @@ def _forward_fake(*arguments) -> Nine:
         empty(batch, heads, n_q),
         empty(batch, kv_heads, n_k, head_dim, dtype=torch.int8),
         empty(batch, kv_heads, n_k),
-        empty(batch, heads, tiles_of(n_q), head_dim) if smooth_q else empty(0),
-        empty(batch, kv_heads, 1, head_dim) if call.smooth_k and (smooth_q or has_sinks) else empty(0),
+        empty(batch, kv_heads, 1, head_dim) if call.smooth_k and has_sinks else empty(0),
         empty(batch, heads, n_q) if has_sinks else empty(0),
     )
 
 
 def _backward(
     do: Tensor,
-    k: Tensor | None,
     v: Tensor,
     o: Tensor,
     lse: Tensor,
@@ -291,7 +286,6 @@ def _backward(
     q_scale: Tensor,
     k_codes: Tensor,
     k_scale: Tensor,
-    q_mean: Tensor,
     k_mean: Tensor,
     sink_scores: Tensor,
     bounds: Tensor | None,
@@ -301,8 +295,7 @@ def _backward(
     backend: str | None,
     has_sinks: bool,
 ) -> Four:
-    """Return dq, dk and dv, contiguous, and the gradient of the sinks, which is empty if there are none. `k` is kept
-    and read when Q was smoothed. Otherwise it is None."""
+    """Return dq, dk and dv, contiguous, and the gradient of the sinks, which is empty if there are none."""
     of_sinks = do.new_empty(do.shape[2] * has_sinks, dtype=torch.float32)
     if do.numel() == 0:  # Without a query, the gradients of keys and values are zeros.
         return *(torch.zeros(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v)), of_sinks.zero_()
@@ -310,11 +303,10 @@ def _backward(
         lse,
         Codes(q_codes, q_scale),
         Codes(k_codes, k_scale),
-        q_mean if q_mean.numel() else None,
         k_mean if k_mean.numel() else None,
         sink_scores if has_sinks else None,
     )
-    call = BackwardCall(do, k, v, o, saved, bounds, causal, scale, recipe, backend, empty_terms(saved))
+    call = BackwardCall(do, v, o, saved, bounds, causal, scale, recipe, backend, empty_terms(saved))
     grads = backends.backward(call)
     if call.sink_terms is not None:
         of_sinks = -call.sink_terms.sum((0, 2))
@@ -322,7 +314,7 @@ def _backward(
     return *(grad.contiguous() for grad in grads), of_sinks
 
 
-def _backward_fake(do: Tensor, k: Tensor | None, v: Tensor, *others) -> Four:
+def _backward_fake(do: Tensor, v: Tensor, *others) -> Four:
     grads = (torch.empty(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v))
     return *grads, do.new_empty(do.shape[2] * others[-1], dtype=torch.float32)
 
@@ -347,7 +339,7 @@ class _Attention(torch.autograd.Function):
         call, (o, *saved) = Call(*inputs), outputs
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)  # Materialized gradients would be zeros as large as `saved`.
-        ctx.save_for_backward(call.k if call.smooth_q else None, call.v, call.bounds, o, *saved)
+        ctx.save_for_backward(call.v, call.bounds, o, *saved)
         ctx.options = (call.causal, call.scale, call.recipe, call.backend, call.sinks is not None)
         ctx.of_sinks = None if call.sinks is None else call.sinks.dtype
         return outputs
@@ -356,15 +348,15 @@ class _Attention(torch.autograd.Function):
     @differentiated_once(*_NAMED)
     def backward(ctx, do, *_):
         if do is None:
-            return (None,) * 11
-        k, v, bounds, *saved = ctx.saved_tensors
-        *grads, of_sinks = BACKWARD(do, k, v, *saved, bounds, *ctx.options)
-        return *grads, *(None,) * 7, None if ctx.of_sinks is None else of_sinks.to(ctx.of_sinks)
+            return (None,) * 10
+        v, bounds, *saved = ctx.saved_tensors
+        *grads, of_sinks = BACKWARD(do, v, *saved, bounds, *ctx.options)
+        return *grads, *(None,) * 6, None if ctx.of_sinks is None else of_sinks.to(ctx.of_sinks)
 
 
 @torch._disable_dynamo
-def _differentiable_forward(*inputs) -> Nine:
-    differentiated = (*inputs[:3], *inputs[10:11])  # The dispatcher leaves out sinks that are None.
+def _differentiable_forward(*inputs) -> Eight:
+    differentiated = (*inputs[:3], *inputs[9:10])  # The dispatcher leaves out sinks that are None.
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
         return _Attention.apply(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # Compiled code comes this way, and its derivative is compiled too.

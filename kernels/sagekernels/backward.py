@@ -11,7 +11,6 @@ import triton.language as tl
 
 from .backward_keys import dkdv_kernel
 from .call import RECIPES, BackwardCall, Gradients, bounds_of_keys
-from .forward import mean_bias
 from .launch import half_sums, launch_tiles, on_device_of
 from .pieces import (
     DO_BITS,
@@ -40,7 +39,7 @@ from .quantize import TILE, dequantize_triton, in_half_units, tiles_of, transpos
 def _queries_kernel(
     DO, O, LSE, Q_SCALE, LARGEST_V, SINK_SCORES, DELTA, BACK, QUERIES, DO8T, SHIFTED, DO16, SINK_TERMS,
     scale, heads, group, tokens, padded, tiles, stride_b, stride_n, stride_h,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr, FOLD_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Prepare everything that a tile of queries of one head brings to the gradients.
@@ -89,8 +88,7 @@ def _queries_kernel(
             tl.store(SHIFTED + (bh * tiles + tile) * HEAD_DIM + d, shifted, mask=d < HEAD_DIM)
         do_scale = largest / 127.0
         factor = tl.where(do_scale == 0.0, 0.0, 1.0 / do_scale)
-        if FOLD_Q:
-            factor *= load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+        factor *= load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
         shift -= tl.log2(do_scale)
         share *= factor
         if HALF_SUMS:
@@ -110,10 +108,10 @@ def _queries_kernel(
 
 @triton.jit
 def _accumulate_dq(
-    dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, lo, hi,
-    K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+    dq, q8, q_scale, do, lse, delta, rows, starts, ends, lo, hi,
+    K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Add the key tiles from lo to hi to dq (in units of 1 / scale)."""
@@ -123,8 +121,6 @@ def _accumulate_dq(
         k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
         s = scores_of(q8, tl.trans(k8), k_scale[None, :])
         s = s * q_scale[:, None]
-        if SMOOTH_Q:
-            s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
         p = tl.exp2(s - lse[:, None])
         if MASKED:
             columns = n + tl.arange(0, BLOCK_N)
@@ -150,11 +146,10 @@ def _accumulate_dq(
 
 @triton.jit
 def _dq_kernel(
-    Q8, Q_SCALE, Q_MEAN, K8, K8T, K16, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, BACK, LARGEST_V, STARTS, ENDS,
-    SINK_TERMS, DQ, scale, heads, group, n_q, n_k, padded_k, tiles,
-    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
+    Q8, Q_SCALE, K8, K8T, K16, K_SCALE, K_MEAN, V, DO, LSE, DELTA, BACK, LARGEST_V, STARTS, ENDS, SINK_TERMS, DQ,
+    scale, heads, group, n_q, n_k, padded_k, tiles, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of queries of one head, over all keys that it sees."""
@@ -172,8 +167,6 @@ def _dq_kernel(
         K16 += bh_kv * n_k * HEAD_DIM
     K_SCALE += bh_kv * n_k
     V += batch * stride_vb + kv_head * stride_vh
-    if SMOOTH_Q:
-        K += batch * stride_kb + kv_head * stride_kh
     if K_MEAN is not None:
         K_MEAN += bh_kv * HEAD_DIM
 
@@ -186,9 +179,6 @@ def _dq_kernel(
     do = load_tokens(DO + batch * stride_db + head * stride_dh, first, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     lse = load_vector(LSE + bh * n_q, first, n_q, float("inf"), BLOCK_M, True) * LOG2E
     delta = load_vector(DELTA + bh * n_q, first, n_q, 0.0, BLOCK_M, True)
-    q_mean = q_scale
-    if SMOOTH_Q:  # BLOCK_M spans one tile of means.
-        q_mean = tl.load(Q_MEAN + (bh * tiles + tile) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0) * (scale * LOG2E)
 
     # The ranges are those of the forward: lo .. a masked, a .. b not, b .. hi masked.
     lo = 0
@@ -214,19 +204,19 @@ def _dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if PACKED:
         dq = _accumulate_dq(
-            dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, lo, a,
-            K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
+            dq, q8, q_scale, do, lse, delta, rows, starts, ends, lo, a,
+            K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
         )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, a, b,
-        K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
+        dq, q8, q_scale, do, lse, delta, rows, starts, ends, a, b,
+        K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
     )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, b, hi,
-        K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
+        dq, q8, q_scale, do, lse, delta, rows, starts, ends, b, hi,
+        K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
     )  # fmt: skip
     if HALF_SUMS:
         _, back_from_v = power_of_two(tl.load(LARGEST_V + bh_kv), V_BITS)
@@ -241,14 +231,11 @@ def _dq_kernel(
 
 def triton_backward(call: BackwardCall) -> Gradients:
     """Compute reference.twin_backward on a GPU, up to the order of float32 sums."""
-    do, k, v, saved, scale = call.do, call.k, call.v, call.saved, call.scale
-    rules, smooth_q = RECIPES[call.recipe], call.smooth_q
+    do, v, saved, scale, rules = call.do, call.v, call.saved, call.scale, RECIPES[call.recipe]
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     group, held = heads // kv_heads, block_d(head_dim)
     do, v = (x if x.stride(3) == 1 else x.contiguous() for x in (do, v))
-    # K is read only when Q was smoothed; V stands in for it otherwise.
-    k = v if k is None else k if k.stride(3) == 1 else k.contiguous()
     half = rules.int8_gradients and half_sums(do.device)
     with on_device_of(do):
         do8t = shifted = do16 = back = v_largest = q8t = k8t = q16 = k16 = None
@@ -269,38 +256,35 @@ def triton_backward(call: BackwardCall) -> Gradients:
             do, call.o, saved.lse, saved.q.scale, v_largest, saved.sink_scores,
             delta, back, queries, do8t, shifted, do16, call.sink_terms,
             scale, heads, group, n_q, tiles_of(n_q) * TILE, tiles_of(n_q), *do.stride()[:3],
-            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, PER_TILE=rules.per_tile, FOLD_Q=not smooth_q,
+            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, PER_TILE=rules.per_tile,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half, num_warps=4,
         )  # fmt: skip
         if half:
             do = do16.transpose(1, 2)
-        k_mean = saved.k_mean
-        if smooth_q and k_mean is None:
-            k_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=do.device)
         starts, ends = (None, None) if call.bounds is None else call.bounds.unbind()
         dq = torch.empty(do.shape, dtype=v.dtype, device=do.device)
         dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=do.device) for _ in range(2))
-        strides = (*k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+        strides = (*v.stride()[:3], *do.stride()[:3])
 
-        tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q)
+        tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile)
         blocks = triton.cdiv(n_k, tiles.block_n)
         dkdv_kernel[(blocks * batch * kv_heads,)](
-            saved.q.codes, q8t, q16, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shifted,
-            queries, queries, *bounds_of_keys(call.bounds, n_q), dk, dv,
+            saved.q.codes, q8t, q16, *saved.k, v, do, do8t, shifted, queries, queries,
+            *bounds_of_keys(call.bounds, n_q), dk, dv,
             scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
-        tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q)
+        tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
-            *saved.q, saved.q_mean, saved.k.codes, k8t, k16, saved.k.scale, k, k_mean, v, do, saved.lse, delta,
-            back, v_largest, starts, ends, call.sink_terms, dq,
+            *saved.q, saved.k.codes, k8t, k16, saved.k.scale, saved.k_mean, v, do, saved.lse, delta, back, v_largest,
+            starts, ends, call.sink_terms, dq,
             scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip

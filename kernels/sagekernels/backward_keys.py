@@ -4,9 +4,7 @@ a row."""
 import triton
 import triton.language as tl
 
-from .forward import mean_bias
 from .pieces import (
-    LOG2E,
     MAGIC_BITS,
     as_codes,
     as_float,
@@ -26,10 +24,9 @@ from .pieces import (
 @triton.jit
 def _accumulate_dkdv(
     dk, dv, k8, k_scale, v, keys, starts, ends, lo, hi,
-    Q8, Q8T, Q16, Q_MEAN, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN, K, K_MEAN,
-    scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+    Q8, Q8T, Q16, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN, n_q, padded_q, offset, stride_dn,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
@@ -43,11 +40,6 @@ def _accumulate_dkdv(
         step, shift, _, _ = load_quads(QUERIES, i, n_q, BLOCK_M, MASKED)
         st = scores_of(k8, tl.trans(q8), k_scale[:, None])
         st = st * step[None, :]
-        if SMOOTH_Q:
-            d = tl.arange(0, BLOCK_D)
-            q_mean = tl.load(Q_MEAN + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-            bias = mean_bias(q_mean, K, K_MEAN, first, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)
-            st += (bias * (scale * LOG2E))[:, None]
         pt = tl.exp2(st - shift[None, :])
         if MASKED:
             rows = i + tl.arange(0, BLOCK_M)
@@ -77,11 +69,7 @@ def _accumulate_dkdv(
         else:
             dv = dot16(pt.to(DO.dtype.element_ty), do, dv)
             dst = pt * (dpt - share[None, :])
-        if SMOOTH_Q:
-            dk += tl.sum(dst, 1)[:, None] * q_mean[None, :]
         if INT8_GRADIENTS:
-            if SMOOTH_Q:
-                dst = dst * (step / (scale * LOG2E))[None, :]
             ds_scale, inverse = scale_and_inverse(largest_magnitude(dst, PER_TILE))
             ds8 = as_codes(dst * inverse[:, None])
             q8t = load_transposed(Q8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
@@ -94,12 +82,11 @@ def _accumulate_dkdv(
 
 @triton.jit
 def dkdv_kernel(
-    Q8, Q8T, Q16, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN,
-    STARTS, ENDS, DK, DV,
+    Q8, Q8T, Q16, K8, K_SCALE, V, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN, STARTS, ENDS, DK, DV,
     scale, kv_heads, group, n_q, n_k, padded_q, tiles,
-    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
+    stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of keys of one key head, over all query heads that share it and all queries that see it."""
@@ -114,9 +101,6 @@ def dkdv_kernel(
     k_scale = load_vector(K_SCALE + bh_kv * n_k, first, n_k, 0.0, BLOCK_N, True)
     V += batch * stride_vb + kv_head * stride_vh
     v = load_tokens(V, first, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-    if SMOOTH_Q:
-        K += batch * stride_kb + kv_head * stride_kh
-        K_MEAN += bh_kv * HEAD_DIM
 
     # Queries lo .. a need a mask (the diagonal, the start of a document). Queries a .. b need none, and b .. hi need
     # one again (the ends of documents).
@@ -148,7 +132,7 @@ def dkdv_kernel(
         bh = batch * heads + head
         q_base = Q8 + bh * n_q * HEAD_DIM
         do_base = DO + batch * stride_db + head * stride_dh
-        qt_base, q16_base, dot_base, shifted_base, mean_base = Q8T, Q16, DO8T, SHIFTED, Q_MEAN
+        qt_base, q16_base, dot_base, shifted_base = Q8T, Q16, DO8T, SHIFTED
         if INT8_GRADIENTS:
             qt_base += bh * padded_q * HEAD_DIM
             dot_base += bh * padded_q * HEAD_DIM
@@ -156,31 +140,29 @@ def dkdv_kernel(
                 shifted_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
         else:
             q16_base += bh * n_q * HEAD_DIM
-        if SMOOTH_Q:
-            mean_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
         if IS_CAUSAL or PACKED:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k8, k_scale, v, keys, starts, ends, lo, a,
-                q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
-                QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
-                scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+                q_base, qt_base, q16_base, do_base, dot_base, shifted_base,
+                QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4,
+                n_q, padded_q, offset, stride_dn,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS,
                 HALF_SUMS,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
-            q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
-            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
-            scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+            q_base, qt_base, q16_base, do_base, dot_base, shifted_base,
+            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4,
+            n_q, padded_q, offset, stride_dn,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, INT8_GRADIENTS,
             HALF_SUMS,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
-            q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
-            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
-            scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+            q_base, qt_base, q16_base, do_base, dot_base, shifted_base,
+            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4,
+            n_q, padded_q, offset, stride_dn,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS,
             HALF_SUMS,
         )  # fmt: skip
 

@@ -53,9 +53,7 @@ class Saved(NamedTuple):
     lse: Tensor  # The natural logarithm of the softmax denominator, float32 [B, H, N_q].
     q: Codes  # INT8 [B, H, N_q, D] with float32 [B, H, N_q].
     k: Codes  # INT8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed.
-    q_mean: Tensor | None  # The value is float32 [B, H, tiles, D], when Q is smoothed.
-    # The value is float32 [B, H_kv, 1, D], when K is smoothed, and Q too or there are sinks.
-    k_mean: Tensor | None
+    k_mean: Tensor | None  # The value is float32 [B, H_kv, 1, D], when K is smoothed and there are sinks.
     # The score of the sink beside those of each query, in the unit of lse, float32 [B, H, N_q], if there are sinks.
     sink_scores: Tensor | None = None
 
@@ -64,8 +62,6 @@ class BackwardCall(NamedTuple):
     """The inputs and options of one backward pass, checked."""
 
     do: Tensor
-    k: Tensor | None
-    """The keys themselves if Q was smoothed, because its means meet them in 16 bits. Otherwise None."""
     v: Tensor
     o: Tensor
     saved: Saved
@@ -83,11 +79,6 @@ class BackwardCall(NamedTuple):
         """A tensor that has the shape, dtype and device of q."""
         return self.do
 
-    @property
-    def smooth_q(self) -> bool:
-        """Whether Q was smoothed."""
-        return self.saved.q_mean is not None
-
 
 class Call(NamedTuple):
     """The inputs and options of one forward pass, checked, in the order of the operator's arguments."""
@@ -101,7 +92,6 @@ class Call(NamedTuple):
     causal: bool
     scale: float
     smooth_k: bool
-    smooth_q: bool
     recipe: str
     """A key of RECIPES."""
     backend: str | None
@@ -116,9 +106,8 @@ class Call(NamedTuple):
 
     def backward(self, do: Tensor, o: Tensor, saved: Saved) -> BackwardCall:
         """Return the call of the backward pass for the results of this forward pass."""
-        k, terms = self.k if self.smooth_q else None, empty_terms(saved)
         options = (self.causal, self.scale, self.recipe, self.backend)
-        return BackwardCall(do, k, self.v, o, saved, self.bounds, *options, terms)
+        return BackwardCall(do, self.v, o, saved, self.bounds, *options, empty_terms(saved))
 
 
 def empty_terms(saved: Saved) -> Tensor | None:
@@ -171,13 +160,12 @@ class Backend(NamedTuple):
 
 
 def scores_by_token(call: Call | BackwardCall) -> bool:
-    """Return whether a call has one scale per token, Q as it is, and 16-bit inputs of fewer than 2^31
-    elements, and queries and keys that are the same tokens where there are bounds. The CUDA kernels take these."""
+    """Return whether a call has one scale per token, 16-bit inputs of fewer than 2^31 elements, and queries and keys
+    that are the same tokens where there are bounds. The CUDA kernels take these."""
     rules, queries, v = RECIPES[call.recipe], call.queries, call.v
     return (
         not rules.per_tile
         and not rules.int8_pv
-        and not call.smooth_q
         and queries.dtype == v.dtype
         and v.dtype in (torch.bfloat16, torch.float16)
         and max(queries.numel(), v.numel()) < 2**31

@@ -22,7 +22,7 @@ from .pieces import (
     power_of_two,
     scores_of,
 )
-from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_mean
+from .quantize import TILE, in_half_units, quantize_triton, token_mean
 from .sinks import sink_scores
 
 
@@ -54,21 +54,10 @@ def document_bounds_triton(cu_seqlens: Tensor, length: int, window: int | None =
 
 
 @triton.jit
-def mean_bias(q_mean, K, K_MEAN, start, tokens, stride, N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mean query of a tile times the keys from `start` on, [N]. The codes of a smoothed Q leave this part
-    out."""
-    keys = load_tokens(K, start, tokens, stride, N, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    d = tl.arange(0, BLOCK_D)
-    k_mean = tl.load(K_MEAN + d, mask=d < HEAD_DIM, other=0.0)
-    return tl.sum((keys - k_mean[None, :]) * q_mean[None, :], 1)
-
-
-@triton.jit
 def _attend(
-    acc, l, m, q8, q_scale, q_mean, rows, starts, ends, lo, hi,
-    K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+    acc, l, m, q8, q_scale, rows, starts, ends, lo, hi, K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr, HALF_SUMS: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, INT8_PV: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the key tiles from lo to hi. Scores are in units of log 2; q_scale holds scale *
     log2(e)."""
@@ -77,12 +66,7 @@ def _attend(
         k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
         s = scores_of(q8, tl.trans(k8), k_scale[None, :])
-        if SMOOTH_Q:
-            s = s * q_scale[:, None]
-            s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
-            factor = 1.0
-        else:  # This saves a multiplication: the row's scale goes into the exponential's factor.
-            factor = q_scale[:, None]
+        factor = q_scale[:, None]  # This saves a multiplication: the row's scale goes into the exponential's factor.
         if MASKED:
             columns = n + tl.arange(0, BLOCK_N)
             seen = (columns < n_k)[None, :]
@@ -91,9 +75,7 @@ def _attend(
             if PACKED:
                 seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
             s = tl.where(seen, s, float("-inf"))
-        tile_m = tl.max(s, 1)
-        if not SMOOTH_Q:
-            tile_m = tile_m * q_scale
+        tile_m = tl.max(s, 1) * q_scale
         new_m = tl.maximum(m, tile_m)
         if MASKED:  # A row may have seen no key yet.
             finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -124,12 +106,10 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, LARGEST_V, K, Q_MEAN, K_MEAN, STARTS, ENDS, SINK_SCORES, O, LSE,
-    scale, heads, group, n_q, n_k, padded_k, tiles,
-    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, LARGEST_V, STARTS, ENDS, SINK_SCORES, O, LSE,
+    scale, heads, group, n_q, n_k, padded_k, tiles, stride_vb, stride_vn, stride_vh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    HALF_SUMS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, INT8_PV: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % tiles
     if IS_CAUSAL:  # The longest rows start first, so that short ones fill the end.
@@ -143,9 +123,6 @@ def _forward_kernel(
     K8 += bh_kv * n_k * HEAD_DIM
     K_SCALE += bh_kv * n_k
     V += batch * stride_vb + (head // group) * stride_vh
-    if SMOOTH_Q:
-        K += batch * stride_kb + (head // group) * stride_kh
-        K_MEAN += bh_kv * HEAD_DIM
     if INT8_PV:
         V8T += bh_kv * padded_k * HEAD_DIM
         V_SCALE += bh_kv * n_k
@@ -158,9 +135,6 @@ def _forward_kernel(
     q_scale = load_vector(Q_SCALE, first, n_q, 0.0, BLOCK_M, True) * (scale * LOG2E)
     # A row of zeros has the scale 0, which would turn a masked score into NaN; any other number does.
     q_scale = tl.where(q_scale == 0.0, 1e-30, q_scale)
-    q_mean = q_scale
-    if SMOOTH_Q:  # BLOCK_M spans one tile of means.
-        q_mean = tl.load(Q_MEAN + (bh * tiles + tile) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0) * (scale * LOG2E)
 
     # Keys lo .. a need a mask (a document starts among the rows). Keys a .. b need none, and b .. hi need one again
     # (the diagonal, the end).
@@ -189,19 +163,19 @@ def _forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if PACKED:
         acc, l, m = _attend(
-            acc, l, m, q8, q_scale, q_mean, rows, starts, ends, lo, a,
-            K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q, HALF_SUMS,
+            acc, l, m, q8, q_scale, rows, starts, ends, lo, a,
+            K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, HALF_SUMS,
         )  # fmt: skip
     acc, l, m = _attend(
-        acc, l, m, q8, q_scale, q_mean, rows, starts, ends, a, b,
-        K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, INT8_PV, SMOOTH_Q, HALF_SUMS,
+        acc, l, m, q8, q_scale, rows, starts, ends, a, b,
+        K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, INT8_PV, HALF_SUMS,
     )  # fmt: skip
     acc, l, m = _attend(
-        acc, l, m, q8, q_scale, q_mean, rows, starts, ends, b, hi,
-        K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q, HALF_SUMS,
+        acc, l, m, q8, q_scale, rows, starts, ends, b, hi,
+        K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, HALF_SUMS,
     )  # fmt: skip
 
     lse = (m + tl.log2(l)) * LN2
@@ -225,19 +199,15 @@ def _forward_kernel(
 
 def triton_forward(call: Call) -> tuple[Tensor, Saved]:
     """Compute reference.twin_forward on a GPU, up to the order of float32 sums."""
-    q, k, v, smooth_q, rules = call.q, call.k, call.v, call.smooth_q, RECIPES[call.recipe]
+    q, k, v, rules = call.q, call.k, call.v, RECIPES[call.recipe]
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     with on_device_of(q):
         k_mean = token_mean(k) if call.smooth_k else None
-        q_mean = tile_means(q) if smooth_q else None
-        q_codes, _ = quantize_triton(q, mean=q_mean, per_tile=rules.per_tile)
+        q_codes, _ = quantize_triton(q, per_tile=rules.per_tile)
         k_codes, _ = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
         v_codes, v8t = quantize_triton(v, per_tile=True, rows=False, columns=True) if rules.int8_pv else (None, None)
-        bias_mean = k_mean
-        if smooth_q and k_mean is None:
-            bias_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=q.device)
         half, v_largest = not rules.int8_pv and half_sums(q.device), None
         if half:
             v, v_largest = in_half_units(v)
@@ -245,16 +215,15 @@ def triton_forward(call: Call) -> tuple[Tensor, Saved]:
         own = sink_scores(call, k_mean)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
-        tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv or smooth_q)
+        tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _forward_kernel[(blocks * batch * heads,)](
-            *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, v_largest, k, q_mean, bias_mean,
+            *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, v_largest,
             starts, ends, own, o, lse,
-            call.scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
-            *k.stride()[:3], *v.stride()[:3],
+            call.scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks, *v.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, INT8_PV=rules.int8_pv,
             HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    return o, Saved(lse, q_codes, k_codes, q_mean, None if own is None and not smooth_q else k_mean, own)
+    return o, Saved(lse, q_codes, k_codes, None if own is None else k_mean, own)

@@ -68,4 +68,4 @@ def hopper_forward(call: Call) -> tuple[Tensor, Saved]:
             k_ordered, starts, ends, own, q_codes.scale, o, lse, call.scale * LOG2E.value,
             heads, kv_heads, batch * heads, n_q, n_k, nk_padded, m_blocks, per_group, tiles, counter,
         )  # fmt: skip
-    return o, Saved(lse, q_codes, k_codes, None, mean, own)
+    return o, Saved(lse, q_codes, k_codes, mean, own)

@@ -118,7 +118,7 @@ def mma_forward(call: Call, *, half_sums: bool | None = None) -> tuple[Tensor, S
             q, k_codes.codes, k_pairs, values, units, starts, ends, own, *q_codes, o, lse, call.scale * LOG2E.value,
             heads, heads // kv_heads, n_q, n_k, tiles * TILE, blocks, *q.stride()[:3], *values.stride()[:3],
         )  # fmt: skip
-    return o, Saved(lse, q_codes, k_codes, None, mean, own)
+    return o, Saved(lse, q_codes, k_codes, mean, own)
 
 
 def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradients:

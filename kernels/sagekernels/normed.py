@@ -31,7 +31,6 @@ def normed_attention(
     causal: bool = True,
     scale: float | None = None,
     smooth_k: bool = True,
-    smooth_q: bool = False,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
     window: int | None = None,
@@ -57,11 +56,10 @@ def normed_attention(
         raise ValueError(f"{q.shape[0]} tokens are not {batch} sequences of one length")
     seen = {"cu_seqlens": cu_seqlens, "bounds": bounds, "window": window}
     options = {"causal": causal, "smooth_k": smooth_k, "backend": backend, **seen}
-    # The means of Q meet K itself in the backward pass, autocast may change the dtype between the two, and sinks change
-    # dQ before it goes on.
-    if smooth_q or sinks is not None or autocast_dtype(q) is not None:
+    # Autocast may change the dtype between the two, and sinks change dQ before it goes on.
+    if sinks is not None or autocast_dtype(q) is not None:
         rows = (x.unflatten(0, (batch, -1)) for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps))
-        return sage_attention(*rows, scale=scale, smooth_q=smooth_q, sinks=sinks, recipe=recipe, **options)
+        return sage_attention(*rows, scale=scale, sinks=sinks, recipe=recipe, **options)
     sequences = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
     bounds, scale, recipe = settled(*sequences, causal, scale, cu_seqlens, bounds, window, recipe, backend)
     return _NormedAttention.apply(
@@ -99,8 +97,8 @@ def _normed_backward(
 ) -> ProjectionGradients:
     projection = Projection(q, k, q_gain, k_gain, cos, sin, eps)
     mean = k_mean if k_mean.numel() else None
-    saved = Saved(lse, Codes(q_codes, q_scale), Codes(k_codes, k_scale), None, mean)
-    call = BackwardCall(do, None, v, o, saved, bounds, causal, scale, recipe, backend)
+    saved = Saved(lse, Codes(q_codes, q_scale), Codes(k_codes, k_scale), mean)
+    call = BackwardCall(do, v, o, saved, bounds, causal, scale, recipe, backend)
     if do.numel() == 0:
         return projection_gradients((do, torch.zeros_like(v), torch.zeros_like(v)), projection)
     return backends.projection(call, projection)
@@ -128,8 +126,8 @@ class _NormedAttention(torch.autograd.Function):
         normed = QK_NORM_ROPE(q, k, q_gain, k_gain, cos, sin, eps)
         rows_q, rows_k = (x.unflatten(0, (batch, -1)) for x in normed)
         rows_v = _rows(v, batch, len(q_gain))
-        o, *saved = FORWARD(rows_q, rows_k, rows_v, bounds, causal, scale, smooth_k, False, recipe, backend)
-        lse, q_codes, q_scale, k_codes, k_scale, _, k_mean, _ = saved
+        o, *saved = FORWARD(rows_q, rows_k, rows_v, bounds, causal, scale, smooth_k, recipe, backend)
+        lse, q_codes, q_scale, k_codes, k_scale, k_mean, _ = saved
         kept = (o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds)
         ctx.save_for_backward(v, *kept, q, k, q_gain, k_gain, cos, sin)
         ctx.options = batch, causal, scale, recipe, backend, eps

@@ -103,14 +103,13 @@ class Sample(NamedTuple):
         first = -(-max(0, length - rows) // TILE) * TILE
         return cls([pairs[(turn * count + i) % len(pairs)] for i in range(count)], kv_heads, length, first)
 
-    def take(self, x: Tensor, first: int = 0, per: int = 1) -> Tensor:
-        """Cut the sample out of x: [B, N, heads, ...] -> [pairs, heads / H_kv, tokens from `first` on, ...]. x has an
-        entry for `per` tokens."""
+    def take(self, x: Tensor, first: int = 0) -> Tensor:
+        """Cut the sample out of x: [B, N, heads, ...] -> [pairs, heads / H_kv, tokens from `first` on, ...]."""
         group = x.shape[2] // self.kv_heads
 
         def of(b: int, s: int, m: int) -> Tensor:
             start, stop = s * self.length + first, (s + 1) * self.length
-            return x[b, start // per : -(-stop // per), m * group : (m + 1) * group]
+            return x[b, start:stop, m * group : (m + 1) * group]
 
         return torch.stack([of(*pair) for pair in self.pairs]).transpose(1, 2)
 
@@ -121,10 +120,9 @@ class Sample(NamedTuple):
         def codes(whole: Codes, first: int) -> Codes:
             return Codes(*(self.take(x.transpose(1, 2), first) for x in whole))
 
-        q_mean = None if saved.q_mean is None else self.take(saved.q_mean.transpose(1, 2), self.first, TILE)
         k_mean = None if saved.k_mean is None else torch.stack([saved.k_mean[b, m : m + 1] for b, _, m in self.pairs])
         lse = self.take(saved.lse.transpose(1, 2), self.first)
-        return Saved(lse, codes(saved.q, self.first), codes(saved.k, 0), q_mean, k_mean)
+        return Saved(lse, codes(saved.q, self.first), codes(saved.k, 0), k_mean)
 
 
 class Kept(NamedTuple):
@@ -181,7 +179,7 @@ def measure(call: BackwardCall, grads: Gradients, kept: Kept) -> Measured:
     q, k, v = kept.q.float(), kept.k.float(), sample.take(call.v).float()
     do, o, dq, dk, dv = (sample.take(x, first).float() for x in (call.do, call.o, *grads))
     part = sample.take_saved(call.saved)
-    codes = ScoresOfCodes(call._replace(k=kept.k.transpose(1, 2), bounds=None), part)
+    codes = ScoresOfCodes(call._replace(bounds=None), part)
     q_scale, k_scale = part.q.scale, part.k.scale
     _add_range(found.scales, "Q", q_scale)
     _add_range(found.scales, "K", k_scale)

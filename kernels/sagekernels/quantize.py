@@ -55,17 +55,6 @@ def token_mean(x: Tensor) -> Tensor:
     return x.mean(1, dtype=torch.float32)[:, :, None]
 
 
-def tile_means(x: Tensor) -> Tensor:
-    """Return the mean of each tile of TILE tokens, float32 [B, heads, ceil(N / TILE), D] for x [B, N, heads, D]:
-    Q-smoothing."""
-    n = x.shape[1]
-    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -n % TILE)).unflatten(1, (-1, TILE))
-    counts = torch.full((padded.shape[1],), TILE, device=x.device)
-    if n % TILE:
-        counts[-1].fill_(n % TILE)  # `counts[-1] = n` copies n from the host, which no CUDA graph records.
-    return (padded.sum(2) / counts[:, None, None]).transpose(1, 2).contiguous()
-
-
 def scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale, and the factor to multiply by before rounding, from max|X| of a group. Zero and NaN give the
     factor 0."""
@@ -74,15 +63,14 @@ def scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_twin(x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False) -> Codes:
-    """Compute psi of x [B, N, heads, D] (any floating dtype and strides), minus `mean` [B, heads, 1 or tiles, D] when
-    given.
+    """Compute psi of x [B, N, heads, D] (any floating dtype and strides), minus `mean` [B, heads, 1, D] when given.
 
     There is one scale per token, or one per TILE tokens counted from the start of the row.
     """
     values = x.transpose(1, 2).float().contiguous()
     n = values.shape[2]
     if mean is not None:
-        values = values - (mean if mean.shape[2] == 1 else mean.repeat_interleave(TILE, 2)[:, :, :n])
+        values = values - mean
     largest = values.abs().amax(-1)
     if per_tile:
         tiles = torch.nn.functional.pad(largest, (0, -n % TILE)).unflatten(-1, (-1, TILE))
@@ -95,7 +83,7 @@ def quantize_twin(x: Tensor, *, mean: Tensor | None = None, per_tile: bool = Fal
 @triton.jit
 def _quantize_kernel(
     X, MEAN, CODES, TRANSPOSED, SCALE,
-    heads, tokens, padded, tiles, stride_b, stride_n, stride_h, mean_tiles,
+    heads, tokens, padded, tiles, stride_b, stride_n, stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr,
     HAS_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -110,8 +98,7 @@ def _quantize_kernel(
     d = tl.arange(0, BLOCK_D)
     inside = (t < tokens)[:, None] & (d < HEAD_DIM)[None, :]
     if HAS_MEAN:
-        row = bh * mean_tiles + tl.minimum(tile, mean_tiles - 1)
-        mean = tl.load(MEAN + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        mean = tl.load(MEAN + bh * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
         x = tl.where(inside, x - mean[None, :], 0.0)
     largest = largest_magnitude(x, PER_TILE)
     codes = as_codes(x * inverse_scale(largest)[:, None])
@@ -142,7 +129,7 @@ def quantize_triton(
     transposed = torch.empty(shape, dtype=torch.int8, device=x.device) if columns else None
     _quantize_kernel[(tiles * batch * heads,)](
         x, mean, codes, transposed, scale,
-        heads, n, tiles * TILE, tiles, x.stride(0), x.stride(1), x.stride(2), 1 if mean is None else mean.shape[2],
+        heads, n, tiles * TILE, tiles, *x.stride()[:3],
         HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, PER_TILE=per_tile,
         HAS_MEAN=mean is not None, ROWS=rows, COLUMNS=columns, num_warps=4,
     )  # fmt: skip

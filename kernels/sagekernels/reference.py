@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .call import RECIPES, BackwardCall, Call, Gradients, Saved
-from .quantize import TILE, quantize_twin, scale_and_inverse, tile_means, token_mean
+from .quantize import TILE, quantize_twin, scale_and_inverse, token_mean
 
 # So many scores are held at once, over batch and heads. This bounds the memory of everything in this file to O(N x
 # tile).
@@ -207,11 +207,6 @@ class ScoresOfCodes:
         self.causal, self.scale, self.bounds = call.causal, call.scale, call.bounds
         self.q8, self.q_scale = _grouped(saved.q.codes, self.h_kv), _grouped(saved.q.scale, self.h_kv)
         self.k8, self.k_scale = saved.k.codes.unsqueeze(2), saved.k.scale.unsqueeze(2)
-        self.keys = None  # The keys themselves are read only for the means of a smoothed Q.
-        if saved.q_mean is not None:
-            keys = call.k.transpose(1, 2).float()
-            self.keys = (keys if saved.k_mean is None else keys - saved.k_mean).unsqueeze(2)
-            self.q_mean = _grouped(saved.q_mean, self.h_kv)
 
     def seen(self, rows: range) -> int:
         return min(self.n_k, rows.stop + self.n_k - self.n_q) if self.causal else self.n_k
@@ -223,9 +218,6 @@ class ScoresOfCodes:
         part = slice(rows.start, rows.stop)
         s = self.q8[..., part, :].float() @ self.k8[..., :seen, :].float().mT
         s = s * (self.q_scale[..., part] * self.scale)[..., None] * self.k_scale[..., None, :seen]
-        if self.keys is not None:
-            bias = self.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :] @ self.keys[..., :seen, :].mT
-            s = s + bias.repeat_interleave(TILE, -2)[..., : len(rows), :] * self.scale
         mask = visible(rows, seen, self.n_k - self.n_q, self.causal, self.bounds, s.device)
         return s if mask is None else s.masked_fill(~mask, float("-inf"))
 
@@ -234,14 +226,13 @@ class ScoresOfCodes:
 def twin_forward(call: Call) -> tuple[Tensor, Saved]:
     """Compute the INT8 attention forward (A, Algorithm 1). Return o [B, N_q, H, D] in q's dtype, and the tensors that
     the backward needs."""
-    q, k, v, smooth_q, rules = call.q, call.k, call.v, call.smooth_q, RECIPES[call.recipe]
+    q, k, v, rules = call.q, call.k, call.v, RECIPES[call.recipe]
     k_mean = token_mean(k) if call.smooth_k else None
-    q_mean = tile_means(q) if smooth_q else None
-    q_codes = quantize_twin(q, mean=q_mean, per_tile=rules.per_tile)
+    q_codes = quantize_twin(q, per_tile=rules.per_tile)
     k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
     lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
     own = None if call.sinks is None else sink_scores(q, k_mean, call.sinks, call.scale)
-    saved = Saved(lse, q_codes, k_codes, q_mean, None if own is None and not smooth_q else k_mean, own)
+    saved = Saved(lse, q_codes, k_codes, None if own is None else k_mean, own)
     scores = ScoresOfCodes(call, saved)
 
     values = v.transpose(1, 2)
@@ -359,10 +350,6 @@ def twin_backward(call: BackwardCall) -> Gradients:
         dv[..., :seen, :] += (for_dv.mT @ dv_partner).sum(2)
         dk[..., :seen, :] += (for_dk.mT @ dk_partner).sum(2)
         dq[..., part, :] = for_dq @ dq_partner
-        if saved.q_mean is not None:  # dK = dS^T Q_sm + (dS^T 1) mean_Q^T (A section 3)
-            column_sums = pad_to_tile(ds, -2).unflatten(-2, (-1, TILE)).sum(-2)
-            means = scores.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :]
-            dk[..., :seen, :] += (column_sums.mT @ means).sum(2)
 
     if saved.sink_scores is not None:
         assert call.sink_terms is not None, "sinks have terms"

@@ -194,12 +194,11 @@ def call_of(
     *,
     scale: float | None = None,
     smooth_k: bool = True,
-    smooth_q: bool = False,
     sinks: Tensor | None = None,
 ) -> Call:
     """Make the call that a kernel gets for inputs of this shape."""
     scale = shape.head_dim**-0.5 if scale is None else scale
-    return Call(q, k, v, shape.bounds(q.device), shape.causal, scale, smooth_k, smooth_q, recipe, None, sinks)
+    return Call(q, k, v, shape.bounds(q.device), shape.causal, scale, smooth_k, recipe, None, sinks)
 
 
 def exact_results(

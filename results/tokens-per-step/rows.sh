@@ -8,7 +8,7 @@
 # more, a rounding apart (2), RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row
 # saves its runs and stops.
 # Rows with a ladder or with capped gains (paper-end16, paper-edges, paper-measured, *-capped) need commit 75f1db79 or an earlier one,
-# those with gradients of weights in 16 bits (*-wgrad16) 97813d0a or an earlier one.
+# those with gradients of weights in 16 bits (*-wgrad16) 97813d0a or an earlier one, those with Q-smoothing e58c3622 or an earlier one.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -35,7 +35,6 @@ RULES = {
     "int8_at_2m_tokens_per_step": "INT8 attention at 2M tokens per step or more ends with a higher loss",
     "coarse_recipe": "recipe paper ends with a higher loss than recipe scores",
     "smooth_k_off": "INT8 attention needs K-smoothing",
-    "smooth_q_on": "Q-smoothing brings no consistent gain",
     "no_warmup": "the papers' runs warm the learning rate up",
     "lr_above_published": "no INT8 pretraining with a higher learning rate than 1e-3 is published",
     "measured_ratio": "an earlier run measured what quantization adds to the gradient's noise",
@@ -103,12 +102,6 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "seeds)",
             "set attention.smooth_k: true",
             f"{_SAGEBWD}, sections 3 and 5; {_SMOOTHING}",
-        )
-    if cfg.attention.smooth_q:
-        yield About("smooth_q_on", "attention.smooth_q", True).warning(
-            "Q-smoothing gave no consistent gain in pretraining, in the paper's runs nor in ours",
-            "set attention.smooth_q: false",
-            f"{_SAGEBWD}, section 5; {_SMOOTHING}",
         )
     if warmup_tokens(cfg.lr_schedule, cfg.training.total_tokens) == 0:
         yield About("no_warmup", "lr_schedule.warmup", cfg.lr_schedule.warmup).warning(

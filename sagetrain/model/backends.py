@@ -168,7 +168,7 @@ def attention_function(backend: str, attention: AttentionConfig, device: torch.d
     match backend:
         case "sage":
             recipe = FIXED_RECIPE if attention.recipe == "auto" else attention.recipe
-            return Sage(recipe, attention.smooth_k, attention.smooth_q)
+            return Sage(recipe, attention.smooth_k)
         case "sdpa":
             varlen_attn = find_varlen_attn() if on_gpu else None
             return VarlenSdpa.of(varlen_attn) if varlen_attn else Sdpa()
@@ -193,7 +193,6 @@ class Sage(AttentionFunction):
     normalizes = True
     recipe: RecipeName = "fine"
     smooth_k: bool = True
-    smooth_q: bool = False
 
     @property
     def quantized(self) -> frozenset[Product]:
@@ -217,7 +216,6 @@ class Sage(AttentionFunction):
             sinks=sinks,
             recipe=self.recipe,
             smooth_k=self.smooth_k,
-            smooth_q=self.smooth_q,
         )
         return _as_sequences(o, layout)
 
@@ -237,7 +235,6 @@ class Sage(AttentionFunction):
             bounds=layout.bounds,
             recipe=self.recipe,
             smooth_k=self.smooth_k,
-            smooth_q=self.smooth_q,
         )
         return _as_sequences(o, layout)
 

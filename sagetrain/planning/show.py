@@ -186,7 +186,7 @@ def _model_table(plan: Plan) -> Table:
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.may_be_int8 else "")
     dense = not model.experts or model.experts.dense_layers
     mlp = f"MLP {model.ffn_hidden_size}, " if dense else ""
-    smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
+    smoothing = "smooth_k" if attention.smooth_k else "no smoothing"
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
     layers = chosen_layers(model, plan.cfg.parallel.tensor_parallel_size).items()
     names = ", ".join(name for name, layer in layers if linear.takes(layer))

@@ -19,7 +19,7 @@ def run_config(tokens: dict | int = SAFE, override: tuple[str, ...] = (), **sect
 
 
 LOUD = {
-    "attention": {"recipe": "paper", "smooth_k": False, "smooth_q": True},
+    "attention": {"recipe": "paper", "smooth_k": False},
     "lr_schedule": {"warmup_tokens": 0},
     "optimizer": {"lr": 1e-2},
 }
@@ -96,7 +96,6 @@ def test_without_qk_norm_the_error_says_it_all():
 @pytest.mark.parametrize(("sections", "rule", "level", "key", "message"), [
     ({"attention": {"smooth_k": False}}, "smooth_k_off", "warning", "attention.smooth_k", "needed for stable INT8"),
     ({"attention": {"recipe": "paper"}}, "coarse_recipe", "warning", "attention.recipe", "puts a bias into"),
-    ({"attention": {"smooth_q": True}}, "smooth_q_on", "warning", "attention.smooth_q", "no consistent gain"),
     ({"lr_schedule": {"warmup_tokens": 0}}, "no_warmup", "warning", "lr_schedule.warmup", "2.5 % of the run"),
     ({"optimizer": {"lr": 2e-3}}, "lr_above_published", "info", "optimizer.lr", "3e-5, and 1e-3"),
 ])  # fmt: skip
@@ -110,15 +109,16 @@ def test_the_other_rules(sections, rule, level, key, message):
 
 
 def test_an_override_keeps_the_finding_on_record():
-    cfg = run_config(2**20, ("qk_norm_for_large_steps", "smooth_q_on"), attention={"qk_norm": "none", "smooth_q": True})
+    rules = ("qk_norm_for_large_steps", "smooth_k_off")
+    cfg = run_config(2**20, rules, attention={"qk_norm": "none", "smooth_k": False})
     findings = guidance(cfg)
-    assert [(f.rule, f.level) for f in findings] == [("qk_norm_for_large_steps", "info"), ("smooth_q_on", "info")]
+    assert [(f.rule, f.level) for f in findings] == [(rule, "info") for rule in rules]
     assert findings[0].message.startswith("overridden (error): INT8 attention without QK-norm diverges")
-    assert findings[1].message.startswith("overridden (warning): Q-smoothing")
+    assert findings[1].message.startswith("overridden (warning): K-smoothing")
 
 
 def test_an_override_accepts_its_own_rule_only():
-    cfg = run_config(2**20, ("smooth_q_on",), attention={"qk_norm": "none"})
+    cfg = run_config(2**20, ("smooth_k_off",), attention={"qk_norm": "none"})
     assert found(cfg) == [("qk_norm_for_large_steps", "error")]
 
 

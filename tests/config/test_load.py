@@ -510,6 +510,7 @@ def test_a_shipped_configuration_is_found_from_any_folder(tmp_path, monkeypatch)
         ),
         ("stability.qk_gain.cap=1.25", "stability.qk_gain={cap: null, decay: 0.0}", "leave it out"),
         ("attention.recipe=gradients", "attention.recipe=auto", "write attention.backend: sdpa"),
+        ("attention.smooth_q=true", "attention.smooth_q=false", "leave it out"),
         ("linear.recipe=tensorwise", "linear.recipe=rowwise", "leave it out; linear.precision bf16"),
         ("parallel.gather_8_bits=true", "parallel.gather_8_bits=false", "leave it out"),
         ("optimizer.muon.adamw_lr=0.002", "optimizer.muon.adamw_lr=null", "write optimizer.lr_of: {embedding"),

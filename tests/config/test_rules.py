@@ -251,8 +251,6 @@ CASES = [
      "no_effect", "warning", "evaluation.tasks_every_tokens", "has no effect with no evaluation.tasks", "remove it"),
     ({"evaluation": {"tasks_limit": 5}}, 1,
      "no_effect", "warning", "evaluation.tasks_limit", "has no effect with no evaluation.tasks", "remove it"),
-    ({"attention": {"backend": "sdpa", "smooth_q": True}}, 1,
-     "no_effect", "warning", "attention.smooth_q", "has no effect with backend sdpa", "remove it"),
     ({"data": {"document_attention": False}}, 1,
      "positions_across_documents", "error", "data.document_positions", "restart at every document, while attention crosses", "set data.document_positions: false"),
     ({"data": {"valid": [{"path": "x"}]}}, 1,
@@ -397,11 +395,6 @@ def test_the_keys_of_deepspeed_that_may_be_given_are_documented():
 def test_harmless_deepspeed_keys_pass():
     extra = {"comms_logger": {"enabled": True}, "zero_optimization": {"allgather_bucket_size": 10**6}}
     assert fit(run_config(deepspeed=extra), 1) == []
-
-
-@pytest.mark.parametrize("backend", ["sage", "auto"])
-def test_smooth_q_has_an_effect_wherever_sage_may_run(backend):
-    assert fit(run_config(attention={"backend": backend, "smooth_q": True}), 1) == []
 
 
 def test_vocabulary_smaller_than_the_tokenizers():

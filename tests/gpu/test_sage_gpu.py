@@ -47,21 +47,16 @@ SHAPES = [
 ]
 
 
-SMOOTHED = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
-"""The dtypes, and whether Q is smoothed. Smoothing in float16 would add compile time and no code path."""
-
-
 CASES = [
     pytest.param(
         *case,
-        id=f"{shape}-{str(dtype)[6:]}{'-smooth_q' * smooth_q}-{recipe}-{backend}",
+        id=f"{shape}-{str(dtype)[6:]}-{recipe}-{backend}",
         # The first pass takes the backends of this GPU's runs. Kernels for heads of 192 are those for 256, and heads of
-        # 16 are as narrow as those of 32. Where Q is smoothed, kernels take longest to compile.
-        marks=[pytest.mark.long] * (backend not in (BACKENDS[0], BACKENDS[-1]) or shape.head_dim in (16, 192))
-        or [pytest.mark.long] * (smooth_q and shape.head_dim not in (64, 128)),
+        # 16 are as narrow as those of 32.
+        marks=[pytest.mark.long] * (backend not in (BACKENDS[0], BACKENDS[-1]) or shape.head_dim in (16, 192)),
     )
-    for backend, recipe, (dtype, smooth_q), shape in itertools.product(BACKENDS, RECIPES, SMOOTHED, SHAPES)
-    if takes(*(case := (backend, shape, dtype, smooth_q, recipe)))
+    for backend, recipe, dtype, shape in itertools.product(BACKENDS, RECIPES, (torch.bfloat16, torch.float16), SHAPES)
+    if takes(*(case := (backend, shape, dtype, recipe)))
 ]
 
 
@@ -77,13 +72,13 @@ def test_queries_and_keys_of_different_tokens():
         assert max(between.values()) < 2e-2, (recipe, between)
 
 
-@pytest.mark.parametrize(("backend", "shape", "dtype", "smooth_q", "recipe"), CASES)
-def test_agrees_with_the_twin_and_with_float64(backend, shape, dtype, smooth_q, recipe):
+@pytest.mark.parametrize(("backend", "shape", "dtype", "recipe"), CASES)
+def test_agrees_with_the_twin_and_with_float64(backend, shape, dtype, recipe):
     inputs = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype, device="cuda")
     options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda"), "window": shape.window}
     exact = exact_results(*inputs, **options)
-    twin = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend="twin")
-    ours = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend=backend)
+    twin = results_of(sage_attention, *inputs, **options, recipe=recipe, backend="twin")
+    ours = results_of(sage_attention, *inputs, **options, recipe=recipe, backend=backend)
     between = errors(ours, twin)
     judged, expected = errors(ours, exact), errors(twin, exact)
     vanishing = 0.03 * exact.dv.norm().item()  # With one key per query, dS is only the rounding of O in delta.

@@ -44,7 +44,7 @@ def test_bounds_are_those_of_the_twin():
         Shape(2, 333, 333, 2, 1, 128, sinks=True),
         Shape(2, 200, 300, 2, 2, 192, causal=False, sinks=True),
     ))
-    if takes(backend, shape, torch.bfloat16, False, recipe)
+    if takes(backend, shape, torch.bfloat16, recipe)
 ])  # fmt: skip
 def test_sinks_agree_with_the_twin_and_with_float64(shape, recipe, backend):
     """Sinks have the same bits from call to call, beside windows and documents and without. Each case compiles its own

@@ -80,7 +80,7 @@ def emulated(
     """Return o, lse and Q's codes of the kernel, which gets the twin's codes of K, and the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None, sinks))
+    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, "fine", None, sinks))
     block_n, consumers, _ = SCHEDULES[head_dim]
     padded = -(-n_k // block_n) * block_n
     ordered = torch.zeros(batch * kv_heads, padded)

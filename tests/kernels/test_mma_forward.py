@@ -69,7 +69,7 @@ def emulated(
     """Return o, lse and Q's codes of the kernel, which gets the twin's codes of K, and the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None, sinks))
+    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, "fine", None, sinks))
     padded = -(-n_k // TILE) * TILE
     cut = torch.nn.functional.pad(
         (saved.k.scale.contiguous().view(torch.int32) & -4).view(torch.float32), (0, padded - n_k)

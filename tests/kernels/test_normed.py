@@ -32,12 +32,11 @@ def results(leaves: list[Tensor], o: Tensor) -> tuple[Tensor, ...]:
     return o, *torch.autograd.grad(o, leaves, do)
 
 
-@pytest.mark.parametrize("smooth_q", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_is_its_two_functions(recipe: str, smooth_q: bool) -> None:
+def test_it_is_its_two_functions(recipe: str) -> None:
     """The results are equal to the last bit for sequences, packed documents and in autocast. Gradients that one
     operator makes lie side by side."""
-    options = {"recipe": recipe, "smooth_q": smooth_q}
+    options = {"recipe": recipe}
     documents = torch.tensor([0, 3, 3, 40, 66], dtype=torch.int32)
     other = {"cu_seqlens": documents, "causal": False, "scale": 0.3, "window": 9}
     for batch, more in ((3, {"smooth_k": False}), (1, other)):
@@ -45,7 +44,7 @@ def test_it_is_its_two_functions(recipe: str, smooth_q: bool) -> None:
         found = results(leaves, normed_attention(*leaves, *tables, batch=batch, **options, **more))
         rows = [x.unflatten(0, (batch, -1)) for x in qk_norm_rope(*leaves, *tables)]
         assert all(map(torch.equal, found, results(leaves, sage_attention(*rows, **options, **more))))
-        assert smooth_q or len({x.untyped_storage().data_ptr() for x in found[1:4]}) == 1
+        assert len({x.untyped_storage().data_ptr() for x in found[1:4]}) == 1
     leaves, tables = inputs(66, dtype=torch.float32)
     with torch.autocast("cpu"):
         o = normed_attention(*leaves, *tables, batch=2, **options)
@@ -109,9 +108,9 @@ def test_the_operator_keeps_its_promises() -> None:
     q, k, v, q_gain, k_gain = (x.detach() for x in leaves)
     rows = [x[None] for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps)]
     for recipe in ("scores", "fine"):
-        o, *saved = torch.ops.sagekernels.forward(*rows, None, True, 0.25, True, False, recipe, None)
-        *kept, _, k_mean, _ = saved
-        arguments = (torch.randn_like(o), rows[2], o, *kept, k_mean, None, True, 0.25, recipe, None)
+        o, *saved = torch.ops.sagekernels.forward(*rows, None, True, 0.25, True, recipe, None)
+        *kept, _ = saved
+        arguments = (torch.randn_like(o), rows[2], o, *kept, None, True, 0.25, recipe, None)
         arguments += (q, k, q_gain, k_gain, cos, sin, eps)
         torch.library.opcheck(NORMED_BACKWARD, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -65,9 +65,7 @@ def test_compiles(kernel, architecture, head_dim, half_sums, tmp_path, monkeypat
         "BLOCK_N": tiles.block_n,
         "IS_CAUSAL": True,
         "PACKED": True,
-        "SMOOTH_Q": False,
         "HALF_SUMS": half_sums,
-        "Q_MEAN": None,
         "K_MEAN": None,
     }
     if kernel == "forward":

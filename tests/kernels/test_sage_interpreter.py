@@ -35,7 +35,6 @@ else:
         in_half_units,
         quantize_triton,
         quantize_twin,
-        tile_means,
         token_mean,
         transpose_codes,
     )
@@ -45,25 +44,24 @@ else:
 
     COMPILER_IMPORTED = "torch._dynamo" in sys.modules
 
-    # The columns are shape, recipe, smooth_q and dtype. The dtype is float16 where agreement must be close, because the
+    # The columns are shape, recipe and dtype. The dtype is float16 where agreement must be close, because the
     # interpreter truncates to bfloat16.
     CASES = [
-        (Shape(1, 128, 128, 1, 1, 64), "fine", False, torch.float16),
-        (Shape(1, 130, 130, 2, 1, 32, causal=False), "fine", False, torch.float16),
-        (Shape(1, 70, 133, 2, 1, 80), "fine", False, torch.float16),
-        (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0)), "fine", False, torch.float16),
-        (Shape(1, 200, 200, 1, 1, 32, causal=False, documents=(5, 0, 70, 1, 124, 0)), "fine", False, torch.float16),
-        (Shape(2, 70, 70, 2, 2, 16), "paper", False, torch.float16),
-        (Shape(1, 133, 133, 2, 1, 32), "fine", True, torch.float16),
-        (Shape(1, 100, 100, 1, 1, 32, documents=(40, 60)), "paper", True, torch.float16),
-        (Shape(1, 130, 130, 2, 1, 32), "scores", False, torch.float16),
-        (Shape(1, 100, 100, 1, 1, 80, causal=False, documents=(40, 60)), "scores", True, torch.bfloat16),
-        (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0), window=40), "fine", False, torch.float16),
-        (Shape(1, 140, 140, 2, 1, 32, window=65), "scores", False, torch.float16),
-        (Shape(1, 140, 140, 1, 1, 32, causal=False, window=10), "fine", False, torch.float16),
-        (Shape(1, 140, 140, 1, 1, 32, window=1), "paper", True, torch.float16),
-        (Shape(1, 65, 65, 1, 1, 192), "fine", False, torch.bfloat16),
-        (Shape(1, 1, 65, 7, 1, 32), "fine", False, torch.bfloat16),
+        (Shape(1, 128, 128, 1, 1, 64), "fine", torch.float16),
+        (Shape(1, 130, 130, 2, 1, 32, causal=False), "fine", torch.float16),
+        (Shape(1, 70, 133, 2, 1, 80), "fine", torch.float16),
+        (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0)), "fine", torch.float16),
+        (Shape(1, 200, 200, 1, 1, 32, causal=False, documents=(5, 0, 70, 1, 124, 0)), "fine", torch.float16),
+        (Shape(2, 70, 70, 2, 2, 16), "paper", torch.float16),
+        (Shape(1, 100, 100, 1, 1, 32, documents=(40, 60)), "paper", torch.float16),
+        (Shape(1, 130, 130, 2, 1, 32), "scores", torch.float16),
+        (Shape(1, 100, 100, 1, 1, 80, causal=False, documents=(40, 60)), "scores", torch.bfloat16),
+        (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0), window=40), "fine", torch.float16),
+        (Shape(1, 140, 140, 2, 1, 32, window=65), "scores", torch.float16),
+        (Shape(1, 140, 140, 1, 1, 32, causal=False, window=10), "fine", torch.float16),
+        (Shape(1, 140, 140, 1, 1, 32, window=1), "paper", torch.float16),
+        (Shape(1, 65, 65, 1, 1, 192), "fine", torch.bfloat16),
+        (Shape(1, 1, 65, 7, 1, 32), "fine", torch.bfloat16),
     ]
 
     def test_kernels_are_imported_without_the_compiler():
@@ -89,18 +87,18 @@ else:
         for name, a, b in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
             assert rel_l2(a, b) < tolerance, name
 
-    @pytest.mark.parametrize(("shape", "recipe", "smooth_q", "dtype"), CASES, ids=lambda x: str(x))
-    def test_agrees_with_the_twin(shape, recipe, smooth_q, dtype):
+    @pytest.mark.parametrize(("shape", "recipe", "dtype"), CASES, ids=lambda x: str(x))
+    def test_agrees_with_the_twin(shape, recipe, dtype):
         q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
-        check(call_of(shape, q, k, v, recipe, smooth_q=smooth_q), do)
+        check(call_of(shape, q, k, v, recipe), do)
 
-    @pytest.mark.parametrize(("recipe", "smooth_q", "dtype"), [
-        ("fine", False, torch.float16), ("paper", True, torch.float16), ("scores", False, torch.bfloat16),
+    @pytest.mark.parametrize(("recipe", "dtype"), [
+        ("fine", torch.float16), ("paper", torch.float16), ("scores", torch.bfloat16),
     ])  # fmt: skip
-    def test_queries_and_keys_of_different_tokens(recipe, smooth_q, dtype):
+    def test_queries_and_keys_of_different_tokens(recipe, dtype):
         shape = Shape(1, 90, 230, 2, 1, 32, causal=False)
         q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
-        call = call_of(shape, q, k, v, recipe, smooth_q=smooth_q)
+        call = call_of(shape, q, k, v, recipe)
         check(call._replace(bounds=chunk_bounds(45, 115, ((30, 60, 1, 24), (50, 65)))), do)
 
     @pytest.mark.parametrize("shape", [
@@ -111,7 +109,7 @@ else:
     def test_tiles_of_sm_90_agree_with_the_twin(shape, monkeypatch):
         """Programs have other sizes than TILE on the side that they own."""
         monkeypatch.setattr("sagekernels.launch.family", lambda capability: "sm_90")
-        test_agrees_with_the_twin(shape, "fine", False, torch.float16)
+        test_agrees_with_the_twin(shape, "fine", torch.float16)
 
     @pytest.mark.parametrize(("shape", "recipe", "dtype"), [
         (Shape(1, 200, 200, 2, 1, 32, documents=(5, 0, 70, 1, 124, 0)), "fine", torch.float16),
@@ -143,7 +141,7 @@ else:
     @pytest.mark.parametrize("per_tile", [False, True])
     def test_quantizers(per_tile):
         x = torch.randn(2, 100, 3, 48).half().mT.contiguous().mT  # The input is strided.
-        for mean in (None, token_mean(x), tile_means(x)):
+        for mean in (None, token_mean(x)):
             ours, columns = quantize_triton(x, mean=mean, per_tile=per_tile, columns=True)
             twin = quantize_twin(x, mean=mean, per_tile=per_tile)
             assert torch.equal(ours.codes, twin.codes)
@@ -171,7 +169,7 @@ else:
     @pytest.mark.parametrize(("shape", "recipe", "how"), [
         (Shape(2, 70, 90, 2, 1, 48, sinks=True), "scores", {}),
         (Shape(1, 100, 100, 2, 1, 32, documents=(20, 80), window=40, sinks=True), "fine", {}),
-        (Shape(1, 70, 70, 2, 1, 32, sinks=True), "paper", {"smooth_q": True}),
+        (Shape(1, 70, 70, 2, 1, 32, sinks=True), "paper", {}),
         (Shape(1, 64, 64, 2, 2, 64, sinks=True), "scores", {"smooth_k": False}),
     ], ids=str)  # fmt: skip
     def test_sinks_agree_with_the_twin(shape, recipe, how):

@@ -11,7 +11,7 @@ from torch import Tensor
 from sagekernels import observe, sage_attention
 from sagekernels.call import RECIPES
 from sagekernels.observe import Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
-from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
+from sagekernels.quantize import TILE, quantize_twin, token_mean
 from sagekernels.testing import Shape, call_of, exact_results, random_inputs, results_of
 
 EVERYTHING = 1 << 40
@@ -43,21 +43,16 @@ def scores_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     return (torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5).masked_fill(~mask, -math.inf)
 
 
-def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str, smooth_q: bool) -> dict[str, tuple[Tensor, Tensor]]:
+def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Return our value and the exact one of every tensor in float64. Each product is written out over the whole
     matrices."""
     mask, group = visible(shape), shape.heads // shape.kv_heads
     q, k, v, do = (x[0].double() for x in inputs)
-    mean = tile_means(inputs[0]) if smooth_q else None
     per_tile = RECIPES[recipe].per_tile
     k_mean = token_mean(inputs[1])
-    q8 = quantize_twin(inputs[0], mean=mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
+    q8 = quantize_twin(inputs[0], per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
     k8 = quantize_twin(inputs[1], mean=k_mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
     s8 = scores_of(q8, k8, mask)
-    if smooth_q:
-        means = mean[0].transpose(0, 1).repeat_interleave(TILE, 0)[: shape.n_q].double()
-        bias = scores_of(means, k - k_mean[0].transpose(0, 1).double(), mask)
-        s8 = torch.where(mask, s8 + bias, s8)
     wide_v = v.repeat_interleave(group, 1)
     dp = torch.einsum("nhd,mhd->hnm", do, wide_v).masked_fill(~mask, 0)
     p8, p = s8.softmax(-1), scores_of(q, k, mask).softmax(-1)
@@ -77,15 +72,14 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("recipe", "smooth_q"), [("paper", False), ("fine", True), ("scores", False)])
-def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: str, smooth_q: bool) -> None:
+@pytest.mark.parametrize("recipe", ["paper", "fine", "scores"])
+def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: str) -> None:
     inputs = random_inputs(shape, sigma=2.0, k_mean=1.0, do_scale=1e-9, seed=7)
     listener = Listener(sequences=2 if shape.documents else 1)
     with observed(listener):
-        how = {"recipe": recipe, "smooth_q": smooth_q, "bounds": shape.bounds()}
-        ours = results_of(sage_attention, *inputs, **how)
+        ours = results_of(sage_attention, *inputs, recipe=recipe, bounds=shape.bounds())
     (found,) = listener.found
-    truth = by_hand(shape, inputs, ours, recipe, smooth_q)
+    truth = by_hand(shape, inputs, ours, recipe)
     assert found.squares.keys() == truth.keys()
     for name, (x, exact) in truth.items():
         error, size = (x - exact).double().norm().item(), exact.double().norm().item()
@@ -108,7 +102,7 @@ def test_zeros_and_scales_by_hand() -> None:
         with observed(listener):
             ours = results_of(sage_attention, *inputs, recipe=recipe)
         (found,) = listener.found
-        ds = by_hand(shape, inputs, ours, recipe, False)["dS"][0][0]
+        ds = by_hand(shape, inputs, ours, recipe)["dS"][0][0]
         k_scale = quantize_twin(inputs[1], mean=token_mean(inputs[1]), per_tile=size > 1).scale[0, 0].double()
         folded, zero, scales = ds * k_scale, 0, []
         for i in range(0, 128, size):
@@ -156,7 +150,7 @@ def test_the_last_rows_of_a_long_sequence_are_exact(documents: tuple[int, ...], 
         ours = results_of(sage_attention, *inputs, recipe="paper", bounds=shape.bounds())
     first = 640 - 128
     (found,) = listener.found
-    for name, (x, exact) in by_hand(shape, inputs, ours, "paper", False).items():
+    for name, (x, exact) in by_hand(shape, inputs, ours, "paper").items():
         rows = (..., slice(first, None), slice(None)) if name in ("P", "dP", "dS") else (..., slice(first, None))
         if name in ("O", "dQ", "dK", "dV"):
             rows = (slice(None), slice(first, None))

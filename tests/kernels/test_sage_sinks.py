@@ -80,17 +80,12 @@ def test_every_recipe_is_at_its_own_error(shape: Shape, recipe: str) -> None:
     assert isinstance(found, SinkResults) and found.dsinks.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("how", "limit"),
-    [({"smooth_q": True}, 1.0), ({"smooth_k": False}, 2.0), ({"smooth_k": False, "smooth_q": True}, 2)],
-)
-def test_smoothing_of_any_kind(how: dict, limit: float) -> None:
+def test_without_smoothing() -> None:
     inputs, options = problem(DOCUMENTS._replace(window=100))
     for recipe in ("fine", "scores"):
-        judged = errors(
-            results_of(sage_attention, *inputs, recipe=recipe, **how, **options), exact_results(*inputs, **options)
-        )
-        assert all(judged[name] < limit * most for name, most in LIMITS.items()), judged
+        ours = results_of(sage_attention, *inputs, recipe=recipe, smooth_k=False, **options)
+        judged = errors(ours, exact_results(*inputs, **options))
+        assert all(judged[name] < 2 * most for name, most in LIMITS.items()), judged
 
 
 def test_the_gradient_of_a_sink_over_seeds() -> None:
@@ -216,11 +211,11 @@ def test_they_compile_into_one_graph() -> None:
 def test_the_operators_keep_torchs_rules(smooth_k: bool) -> None:
     inputs, options = problem(Shape(1, 70, 70, 2, 1, 32, sinks=True))
     leaves = [x.clone().requires_grad_() for x in (*inputs[:3], options["sinks"])]
-    arguments = (*leaves[:3], None, True, 0.2, smooth_k, False, "fine", "twin", leaves[3])
+    arguments = (*leaves[:3], None, True, 0.2, smooth_k, "fine", "twin", leaves[3])
     torch.library.opcheck(torch.ops.sagekernels.forward, arguments)
     with torch.no_grad():
         o, *saved = torch.ops.sagekernels.forward(*arguments)
-    arguments = (inputs[3], None, inputs[2], o, *saved, None, True, 0.2, "fine", "twin", True)
+    arguments = (inputs[3], inputs[2], o, *saved, None, True, 0.2, "fine", "twin", True)
     torch.library.opcheck(torch.ops.sagekernels.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

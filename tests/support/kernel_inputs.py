@@ -75,11 +75,11 @@ def chunk_bounds(
     return torch.cat(found, 1).int().to(device)
 
 
-def takes(backend: str, shape: Shape, dtype: torch.dtype, smooth_q: bool, recipe: RecipeName) -> bool:
+def takes(backend: str, shape: Shape, dtype: torch.dtype, recipe: RecipeName) -> bool:
     """Return whether a backend has kernels for a call. Triton computes what the others do not take."""
     one, heads = backends.NAMED[backend], ((shape.heads, shape.n_q), *[(shape.kv_heads, shape.n_k)] * 2)
     q, k, v = (torch.empty(shape.batch, n, h, shape.head_dim, dtype=dtype, device="meta") for h, n in heads)
-    return shape.head_dim in one.head_dims and one.takes(call_of(shape, q, k, v, recipe, smooth_q=smooth_q))
+    return shape.head_dim in one.head_dims and one.takes(call_of(shape, q, k, v, recipe))
 
 
 def router_results(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:

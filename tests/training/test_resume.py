@@ -341,6 +341,8 @@ def test_a_former_key_that_did_nothing_has_not_changed(tmp_path) -> None:
     for section, key, value, lines in (
         ("parallel", "gather_8_bits", False, []),
         ("parallel", "gather_8_bits", True, ["parallel.gather_8_bits: True -> None"]),
+        ("attention", "smooth_q", False, []),
+        ("attention", "smooth_q", True, ["attention.smooth_q: True -> None"]),
         ("linear", "recipe", "rowwise", []),
         ("linear", "recipe", "tensorwise", ["linear.recipe: 'tensorwise' -> None"]),
         ("attention", "recipe", "gradients", ["attention.recipe: 'gradients' -> 'auto'"]),

@@ -64,8 +64,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "sage takes fp32 on a machine without a GPU only, where its torch twin runs; its kernels take bf16",
             "use training.dtype bf16, or attention.backend sdpa, on a GPU",
         )
-    if cfg.attention.smooth_q and not cfg.attention.may_be_int8:
-        yield no_effect("attention.smooth_q", True, f"backend {cfg.attention.backend}, which does not quantize")
 
 
 def rope_scaling(model: ModelConfig) -> Iterator[Finding]:

@@ -167,9 +167,6 @@ class AttentionConfig(Section):
     then exchange two numbers a token in each block."""
     smooth_k: bool = True
     """Subtract the mean key before quantizing (SageBwd section 3). Turning it off triggers a guidance finding."""
-    smooth_q: bool = False
-    """Subtract the mean query of each block before quantizing. The paper found no consistent gain; turning it on
-    triggers a guidance finding."""
 
     @property
     def may_be_int8(self) -> bool:
