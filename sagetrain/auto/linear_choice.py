@@ -25,7 +25,7 @@ from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.auto.timed_choice import RankCalls, Times, TimeTable, decide, settle
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.layer_specs import chosen_layers, linear_layers
-from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
+from sagetrain.config.linear_sizes import AUTO_PRECISION, EIGHT_BITS, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.model.moe import Experts
 from sagetrain.model.selection import cannot_multiply
@@ -136,9 +136,8 @@ def _name(way: str, below: int) -> str:
 GAIN = 1.05
 """The speedup from which a layer is taken out of 16 bits. Less is within the noise of clocks and of other jobs on the
 machine."""
-LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
-"""The largest relative error of all elements of a result together. bf16: rounding to bf16. int8: INT8 with a scale per
-row. fp8: e4m3."""
+LIMITS = {"bf16": 0.01, **{name: each.error for name, each in EIGHT_BITS.items()}}
+"""The largest relative error of all elements of a result together. bf16: rounding to bf16."""
 _CALLS = 8  # so many calls are timed in a row, so that the GPU is timed and not the launches
 
 

@@ -8,9 +8,30 @@ LOW_BIT_MULTIPLE = 16
 """Every side of a matrix in 8 bits has to be a multiple of this on a rank, because torch's FP8 kernels read 16 bytes at
 a time."""
 
+
+class EightBits(NamedTuple):
+    """The facts of a precision in 8 bits that other rooms read. The arithmetic itself is in sagekernels/lowbit.py, the
+    rates are in costs/hardware.py, and the cost in loss is in config/rules/linear.py."""
+
+    capability: tuple[int, int]
+    """The least compute capability of a GPU that has these products."""
+    error: float
+    """The largest relative error of all elements of a result together, against fp32, with which `auto` and the doctor
+    accept a layer."""
+    travels: bool
+    """Whether sequence parallelism gathers in 8 bits (sagekernels/packing.py)."""
+    head_gradients: bool
+    """Whether an output projection in this precision also has its gradients in 8 bits."""
+    most_terms: int | None = None
+    """The largest number of products that may be added up, if there is one."""
+
+
 LowBit = Literal["fp8", "int8"]
 LOW_BIT: tuple[LowBit, ...] = get_args(LowBit)
-"""The precisions in 8 bits: what they multiply by is in sagekernels/lowbit.py, their rates in costs/hardware.py."""
+EIGHT_BITS: dict[str, EightBits] = {
+    "fp8": EightBits((8, 9), error=0.1, travels=True, head_gradients=True),
+    "int8": EightBits((8, 0), error=0.03, travels=False, head_gradients=False, most_terms=131072),
+}
 AUTO_PRECISION: LowBit = "int8"
 """The precision that linear.precision auto takes where 8 bits gain. It is never fp8, which is a few percent faster and
 costs several times as much in loss (results/linear-layers)."""

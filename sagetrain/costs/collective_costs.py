@@ -9,6 +9,7 @@ from typing import Literal
 
 from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.layout import Layout
+from sagetrain.config.linear_sizes import EIGHT_BITS
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 from sagetrain.costs.accounting import expert_weights
 from sagetrain.costs.operations import Rank
@@ -82,7 +83,7 @@ def _tensor_parallel(
     # Experts compute the tokens of their rank. Only an MLP beside them takes part in collectives.
     halves = 1 + bool(layers(model)[-1].mlp.inner)
     gathers, linear = halves * model.num_layers, rank.linear
-    if linear.precision == "fp8":
+    if (low_bit := EIGHT_BITS.get(linear.precision)) and low_bit.travels:
         eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of sagekernels/packing.py
         sizes = list(linear_layers(model, rank.tensor).values())
         for key in packed:

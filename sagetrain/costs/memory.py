@@ -288,8 +288,8 @@ def _loss(cfg: RunConfig, rank: Rank, ends: Ends) -> list[MemoryItem]:
     chunk = -(-part // chunks)
     norm = rank.tokens * ends.norm.saved // ends.norm.shards
     gathered = stream if rank.shards > 1 else 0
-    # Products in FP8 are made in 16 bits before they are added to the sum. At ZeRO 3 nothing is kept of the weights.
-    product = rank.element * ends.head.weights * (ends.head.precision.weight_gradient == "fp8")
+    # Products in 8 bits are made in 16 bits before they are added to the sum. At ZeRO 3 nothing is kept of the weights.
+    product = rank.element * ends.head.weights * (ends.head.precision.weight_gradient in LOW_BIT)
     codes = _head_codes(ends.head) if cfg.parallel.zero_stage == 3 else 0
     return [
         MemoryItem("logits", chunk * ends.loss.live, f"of {chunk:,} tokens at a time, and their gradients"),

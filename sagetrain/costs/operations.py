@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from sagetrain.config.layer_specs import LayerSpec
-from sagetrain.config.linear_sizes import LinearSizes
+from sagetrain.config.linear_sizes import EIGHT_BITS, LinearSizes
 from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.costs.documents import document_share
 from sagetrain.model.placement import by_rows
@@ -202,9 +202,10 @@ class Rank:
     @property
     def head_precision(self) -> Precision:
         """The arithmetic of the output projection."""
-        if (low := self.linear.head) == "bf16":
+        if (low := self.linear.head) not in EIGHT_BITS:
             return Precision(self.dtype, self.dtype, self.dtype)
-        return Precision("fp8", "fp8", "fp8") if low == "fp8" else Precision(low, self.dtype, self.dtype)
+        gradients = low if EIGHT_BITS[low].head_gradients else self.dtype
+        return Precision(low, gradients, gradients)
 
     def matmul(
         self, name: str, outputs: int, inputs: int, *, column_parallel: bool, recomputed: bool,
@@ -420,9 +421,9 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
     # A chunk has logits and their gradient. Eager, the gradient is made of three fp32 tensors and a mask.
     per_logit = 2 * element if rank.fused else element + 13
     moved, precision = rank.moved(_LOGIT, columns), rank.head_precision
-    if precision.input_gradient == "fp8":  # The gradient of the logits is rounded twice while both are there.
+    if precision.input_gradient in EIGHT_BITS:  # The gradient of the logits is rounded twice while both are there.
         per_logit, moved = max(per_logit, 2 * element + 2), moved + rank.moved(_CASTS, hidden + columns)
-    elif precision.forward == "int8":
+    elif precision.forward in EIGHT_BITS:
         moved += rank.moved(_CAST_ONCE, hidden)
     return Ends(
         embedding=PassCost(name="embedding", moved=element * _EMBEDDING * hidden),

@@ -13,7 +13,7 @@ from sagekernels.launch import check_int8, half_sums
 from sagekernels.lowbit import HEADS, LOW_BIT
 from sagetrain.config.layer_specs import WITH_SINKS, linear_layers
 from sagetrain.config.layer_specs import layers as layer_specs
-from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
+from sagetrain.config.linear_sizes import EIGHT_BITS, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.backends import (
     FIXED_RECIPE,
@@ -22,9 +22,6 @@ from sagetrain.model.backends import (
     find_flash,
     find_varlen_attn,
 )
-
-# The matmuls of a precision need at least this compute capability: Ada or Hopper for fp8, Ampere for int8.
-_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 
 def resolve_backend(
@@ -163,9 +160,9 @@ def _check_gpu(setting: str, precision: str, device: torch.device, dtype: torch.
     """Raise ValueError if a GPU cannot multiply in 8 bits as a setting asks."""
     if dtype != torch.bfloat16:
         raise ValueError(f"{setting} needs training.dtype bf16 on a GPU")
-    needed, found = _CAPABILITY[precision], torch.cuda.get_device_capability(device)
+    needed, found = EIGHT_BITS[precision].capability, torch.cuda.get_device_capability(device)
     if found < needed:
-        instead = "bf16, or int8" if precision == "fp8" and found >= _CAPABILITY["int8"] else "bf16"
+        instead = ", or ".join(("bf16", *(name for name, each in EIGHT_BITS.items() if found >= each.capability)))
         card = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}"
         raise ValueError(
             f"{setting} needs a GPU of compute capability {'.'.join(map(str, needed))} or more, {card}; use {instead}"

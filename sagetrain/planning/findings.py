@@ -9,7 +9,7 @@ from sagetrain.config.arguments import spelled
 from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layout import Layout
-from sagetrain.config.linear_sizes import AUTO_PRECISION
+from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT
 from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs.accounting import total_bytes
@@ -53,7 +53,7 @@ def precision_of_gpu(cfg: RunConfig, hardware: Hardware) -> Finding | None:
     if not lacking:
         return None
     (key, precision), *_ = lacking
-    others = [name for name in ("bf16", "int8") if name in hardware.precisions]
+    others = [name for name in ("bf16", *LOW_BIT) if name in hardware.precisions]
     return About("linear_precision_of_gpu", key, precision).error(
         f"{hardware.name} has no {precision} matmuls",
         f"use {' or '.join(others)}, or plan for another GPU ({spelled('gpu')})",

@@ -4,8 +4,11 @@
 import pytest
 
 from checked_config import check_found, run_config
+from sagekernels.grouped_matmul import GROUPED_LOW_BIT
+from sagekernels.lowbit import HEADS
+from sagekernels.lowbit import LOW_BIT as PRODUCTS
 from sagetrain.config.check import check
-from sagetrain.config.linear_sizes import LinearSizes
+from sagetrain.config.linear_sizes import EIGHT_BITS, LOW_BIT, LinearSizes
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig
 
@@ -119,3 +122,10 @@ def test_auto_is_16_bits_or_int8_from_a_size_on() -> None:
     assert (first.precision, first.keep_layers_below) == ("bf16", 400)
     assert {choice.precision for choice in low} == {"int8"}
     assert [choice.keep_layers_below for choice in low] == [400, 512, 768]
+
+
+def test_the_facts_of_a_precision_are_those_of_its_products():
+    assert [*EIGHT_BITS] == [*LOW_BIT] == [*PRODUCTS] == [*HEADS] == [*GROUPED_LOW_BIT]
+    for name, facts in EIGHT_BITS.items():
+        assert facts.travels == PRODUCTS[name].travels
+        assert facts.head_gradients == (HEADS[name].gradient is not None)

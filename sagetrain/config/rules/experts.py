@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
+from sagetrain.config.linear_sizes import EIGHT_BITS
 from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect, not_proven
 from sagetrain.config.schema import ExpertsConfig, RunConfig
 
@@ -41,9 +42,6 @@ UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
     "stability.quant_noise.every_steps": (None,),
 }
 """The values that were proven where ranks have the experts of a layer between them."""
-
-_MOST_TOKENS = 131072
-"""INT8's products add up so many terms at most in int32 (sagekernels/int8_matmul.py)."""
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -117,8 +115,9 @@ def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         break
     ranks = layout.context * layout.tensor
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length * cfg.parallel.expert_parallel_size // ranks
-    if precision == "int8" and tokens > _MOST_TOKENS:
-        why = f"gives experts {tokens:,} tokens at a time: INT8 adds up {_MOST_TOKENS:,} at most"
+    most = EIGHT_BITS[precision].most_terms
+    if most and tokens > most:
+        why = f"gives experts {tokens:,} tokens at a time: {precision.upper()} adds up {most:,} at most"
         fix = "use fewer, or linear.precision fp8"
         yield About("experts_tokens_in_int8", "data.micro_batch_size", cfg.data.micro_batch_size).error(why, fix)
 
