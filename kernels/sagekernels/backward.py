@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .backward_keys import dkdv_kernel
 from .call import RECIPES, BackwardCall, Gradients, bounds_of_keys
+from .forward import ranges_of_keys
 from .launch import half_sums, launch_tiles, on_device_of
 from .pieces import (
     DO_BITS,
@@ -180,44 +181,15 @@ def _dq_kernel(
     lse = load_vector(LSE + bh * n_q, first, n_q, float("inf"), BLOCK_M, True) * LOG2E
     delta = load_vector(DELTA + bh * n_q, first, n_q, 0.0, BLOCK_M, True)
 
-    # The ranges are those of the forward: lo .. a masked, a .. b not, b .. hi masked.
-    lo = 0
-    hi = n_k
-    clear = n_k
-    starts = rows
-    ends = rows
-    a = 0
-    if IS_CAUSAL:
-        hi = tl.minimum(n_k, first + BLOCK_M + offset)
-        clear = first + offset + 1
-    if PACKED:
-        last = tl.minimum(first + BLOCK_M, n_q) - 1
-        starts = tl.load(STARTS + rows, mask=rows < n_q, other=0)
-        ends = tl.load(ENDS + rows, mask=rows < n_q, other=0)
-        lo = tl.load(STARTS + first) // BLOCK_N * BLOCK_N
-        a = tl.cdiv(tl.load(STARTS + last), BLOCK_N) * BLOCK_N
-        hi = tl.minimum(hi, tl.load(ENDS + last))
-        clear = tl.minimum(clear, tl.load(ENDS + first))
-        a = tl.minimum(a, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
-    b = tl.maximum(a, tl.minimum(clear, n_k) // BLOCK_N * BLOCK_N)
+    starts, ends, bounds = ranges_of_keys(STARTS, ENDS, rows, first, n_q, n_k, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if PACKED:
+    for part in tl.static_range(0 if PACKED else 1, 3):
         dq = _accumulate_dq(
-            dq, q8, q_scale, do, lse, delta, rows, starts, ends, lo, a,
+            dq, q8, q_scale, do, lse, delta, rows, starts, ends, bounds[part], bounds[part + 1],
             K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, part != 1, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
         )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q8, q_scale, do, lse, delta, rows, starts, ends, a, b,
-        K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
-    )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q8, q_scale, do, lse, delta, rows, starts, ends, b, hi,
-        K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
-    )  # fmt: skip
     if HALF_SUMS:
         _, back_from_v = power_of_two(tl.load(LARGEST_V + bh_kv), V_BITS)
         dq = dq * back_from_v * load_vector(BACK + bh * n_q, first, n_q, 0.0, BLOCK_M, True)[:, None]

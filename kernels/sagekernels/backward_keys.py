@@ -124,6 +124,7 @@ def dkdv_kernel(
         clear = tl.load(ENDS + first)
     a = tl.minimum(a, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
     b = tl.maximum(a, clear // BLOCK_M * BLOCK_M)
+    bounds = (lo, a, b, hi)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -140,31 +141,13 @@ def dkdv_kernel(
                 shifted_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
         else:
             q16_base += bh * n_q * HEAD_DIM
-        if IS_CAUSAL or PACKED:
+        for part in tl.static_range(0 if IS_CAUSAL or PACKED else 1, 3):
             dk, dv = _accumulate_dkdv(
-                dk, dv, k8, k_scale, v, keys, starts, ends, lo, a,
+                dk, dv, k8, k_scale, v, keys, starts, ends, bounds[part], bounds[part + 1],
                 q_base, qt_base, q16_base, do_base, dot_base, shifted_base,
-                QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4,
-                n_q, padded_q, offset, stride_dn,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS,
-                HALF_SUMS,
+                QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, n_q, padded_q, offset, stride_dn,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, part != 1, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
             )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
-            q_base, qt_base, q16_base, do_base, dot_base, shifted_base,
-            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4,
-            n_q, padded_q, offset, stride_dn,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, INT8_GRADIENTS,
-            HALF_SUMS,
-        )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
-            q_base, qt_base, q16_base, do_base, dot_base, shifted_base,
-            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4,
-            n_q, padded_q, offset, stride_dn,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, INT8_GRADIENTS,
-            HALF_SUMS,
-        )  # fmt: skip
 
     stride = kv_heads * HEAD_DIM
     out = (batch * n_k * kv_heads + kv_head) * HEAD_DIM + keys.to(tl.int64)[:, None] * stride + d[None, :]

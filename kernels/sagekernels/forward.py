@@ -54,6 +54,39 @@ def document_bounds_triton(cu_seqlens: Tensor, length: int, window: int | None =
 
 
 @triton.jit
+def ranges_of_keys(
+    STARTS, ENDS, rows, first, n_q, n_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Return the first key and one past the last key of a tile's queries, and the bounds lo, a, b, hi of all its keys.
+
+    Keys lo .. a need a mask (a document starts among the rows). Keys a .. b need none, and b .. hi need one again (the
+    diagonal, the end). Without documents lo .. a is empty.
+    """
+    offset = n_k - n_q
+    lo = 0
+    hi = n_k
+    clear = n_k
+    starts = rows
+    ends = rows
+    a = 0
+    if IS_CAUSAL:
+        hi = tl.minimum(n_k, first + BLOCK_M + offset)
+        clear = first + offset + 1
+    if PACKED:
+        last = tl.minimum(first + BLOCK_M, n_q) - 1
+        starts = tl.load(STARTS + rows, mask=rows < n_q, other=0)
+        ends = tl.load(ENDS + rows, mask=rows < n_q, other=0)
+        lo = tl.load(STARTS + first) // BLOCK_N * BLOCK_N
+        a = tl.cdiv(tl.load(STARTS + last), BLOCK_N) * BLOCK_N
+        hi = tl.minimum(hi, tl.load(ENDS + last))
+        clear = tl.minimum(clear, tl.load(ENDS + first))
+        a = tl.minimum(a, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+    b = tl.maximum(a, tl.minimum(clear, n_k) // BLOCK_N * BLOCK_N)
+    return starts, ends, (lo, a, b, hi)
+
+
+@triton.jit
 def _attend(
     acc, l, m, q8, q_scale, rows, starts, ends, lo, hi, K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
@@ -136,47 +169,17 @@ def _forward_kernel(
     # A row of zeros has the scale 0, which would turn a masked score into NaN; any other number does.
     q_scale = tl.where(q_scale == 0.0, 1e-30, q_scale)
 
-    # Keys lo .. a need a mask (a document starts among the rows). Keys a .. b need none, and b .. hi need one again
-    # (the diagonal, the end).
-    lo = 0
-    hi = n_k
-    clear = n_k
-    starts = rows
-    ends = rows
-    a = 0
-    if IS_CAUSAL:
-        hi = tl.minimum(n_k, first + BLOCK_M + offset)
-        clear = first + offset + 1
-    if PACKED:
-        last = tl.minimum(first + BLOCK_M, n_q) - 1
-        starts = tl.load(STARTS + rows, mask=rows < n_q, other=0)
-        ends = tl.load(ENDS + rows, mask=rows < n_q, other=0)
-        lo = tl.load(STARTS + first) // BLOCK_N * BLOCK_N
-        a = tl.cdiv(tl.load(STARTS + last), BLOCK_N) * BLOCK_N
-        hi = tl.minimum(hi, tl.load(ENDS + last))
-        clear = tl.minimum(clear, tl.load(ENDS + first))
-        a = tl.minimum(a, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
-    b = tl.maximum(a, tl.minimum(clear, n_k) // BLOCK_N * BLOCK_N)
+    starts, ends, bounds = ranges_of_keys(STARTS, ENDS, rows, first, n_q, n_k, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if PACKED:
+    for part in tl.static_range(0 if PACKED else 1, 3):
         acc, l, m = _attend(
-            acc, l, m, q8, q_scale, rows, starts, ends, lo, a,
+            acc, l, m, q8, q_scale, rows, starts, ends, bounds[part], bounds[part + 1],
             K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, HALF_SUMS,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, part != 1, INT8_PV, HALF_SUMS,
         )  # fmt: skip
-    acc, l, m = _attend(
-        acc, l, m, q8, q_scale, rows, starts, ends, a, b,
-        K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, INT8_PV, HALF_SUMS,
-    )  # fmt: skip
-    acc, l, m = _attend(
-        acc, l, m, q8, q_scale, rows, starts, ends, b, hi,
-        K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, HALF_SUMS,
-    )  # fmt: skip
 
     lse = (m + tl.log2(l)) * LN2
     if SINK_SCORES is not None:
