@@ -268,6 +268,9 @@ class Chats:
         own = {} if holds_nothing(own) else own
         if not isinstance(own, dict):
             raise ValueError(f"{_MORE!r} holds {what(own)}; variables of a chat template are a JSON object")
+        for name in ("messages", "add_generation_prompt"):
+            if name in own:
+                raise ValueError(f"{_MORE!r} has a key {name!r}, which the chat itself gives: take it out")
         if holds_nul([found, own]):
             raise ValueError(f"{TOOLS}, {_DOCUMENTS} or {_MORE} hold a NUL character")
         return own | found

@@ -292,6 +292,7 @@ def test_an_empty_cell_of_a_table_is_none(nothing: object) -> None:
         ({"messages": [ASK, {**ANSWER, "tool_calls": {"name": "a"}}]}, "message 2: tool_calls holds dict; "),
         ({"messages": [ASK, {**ANSWER, "tool_calls": [None]}]}, "tool_calls holds list whose item 1 is NoneType"),
         ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' holds text that is no JSON; variables"),
+        ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' has a key 'messages', which the chat"),
         ({"documents": [{"text": "a\0"}]}, "hold a NUL character"),
         ({"messages": [ASK, call("a", "\0")]}, "message 2 holds a NUL"),
         ({"messages": str([ASK, ANSWER])}, r"not text that is no JSON \(Python's notation, .* json\.dumps"),
