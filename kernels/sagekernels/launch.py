@@ -114,7 +114,7 @@ def launch_tiles(kernel: str, device: torch.device, held_head_dim: int, *, exact
     """Return the tiles for this device.
 
     Args:
-        exact: TILE x TILE, where a scale or a mean spans exactly one tile.
+        exact: TILE x TILE, where a scale spans exactly one tile.
     """
     rows = family(capability(device) if device.type == "cuda" else (8, 0))
     tiles = TABLE[kernel][rows][held_head_dim]

@@ -23,7 +23,7 @@ class EightBits(NamedTuple):
     head_gradients: bool
     """Whether an output projection in this precision also has its gradients in 8 bits."""
     most_terms: int | None = None
-    """The largest number of products that may be added up, if there is one."""
+    """The largest number of products that experts may add up, or None. Other layers add longer sums in parts."""
 
 
 LowBit = Literal["fp8", "int8"]

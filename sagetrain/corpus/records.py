@@ -56,6 +56,7 @@ _MARK = (
     "it with --chat-template"
 )
 
+_SHORT = 64  # The characters up to which a message may say by chance what a template says by itself.
 Notes = Counter[tuple[str, str]]
 """The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
 key."""
@@ -268,9 +269,8 @@ class Chats:
         own = {} if holds_nothing(own) else own
         if not isinstance(own, dict):
             raise ValueError(f"{_MORE!r} holds {what(own)}; variables of a chat template are a JSON object")
-        for name in ("messages", "add_generation_prompt"):
-            if name in own:
-                raise ValueError(f"{_MORE!r} has a key {name!r}, which the chat itself gives: take it out")
+        if given := sorted({"messages", "add_generation_prompt"} & own.keys()):
+            raise ValueError(f"{_MORE!r} has a key {given[-1]!r}, which the chat itself gives: take it out")
         if holds_nul([found, own]):
             raise ValueError(f"{TOOLS}, {_DOCUMENTS} or {_MORE} hold a NUL character")
         return own | found
@@ -321,22 +321,18 @@ def _check_written(
         except ValueError:
             return True
 
-    def text_of(message: Mapping[str, Any]) -> str:
-        return (message.get("content") or "").strip()
-
-    at = 0
-    for earlier in range(first, number):
+    texts, at = [(message.get("content") or "").strip() for message in messages], 0
+    for earlier, text in enumerate(texts[first:number], first):
         # A template may write a text in another way, and then the message is changed to see where the text is.
-        text = text_of(messages[earlier])
         if (found := before.find(text, at)) >= 0:
             at = found + len(text)
-        elif not depends(earlier, number, True) and depends(earlier, number + 1):
+        sure = found >= 0 and (len(text) > _SHORT or earlier < number - 1)
+        if not sure and not depends(earlier, number, True) and depends(earlier, number + 1):
             raise ValueError(
                 f"the chat template writes message {earlier + 1}, of the {messages[earlier]['role']}, only with the "
                 f"answer behind it, so that it would count in the loss: {_MARK}"
             )
-    text = text_of(messages[number])
-    if not (text and text in after) and not depends(number, number + 1):
+    if not (texts[number] and texts[number] in after) and not depends(number, number + 1):
         raise ValueError(
             f"the chat template does not write message {number + 1}, of the assistant, where a chat ends with it, so "
             f"that nobody can tell what the assistant says: {_MARK}"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
@@ -141,10 +141,10 @@ class Tokenizer:
         surrogate pair."""
         return self._codec.encode(_valid(text))
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> EncodedParts:
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], control: Literal[True] = True) -> EncodedParts:
         """Encode texts, each with a mark, end to end. What stands before a marked part has the tokens that it has
-        alone, as when a model is asked to go on from there. Raises ValueError if a text holds half of a surrogate
-        pair."""
+        alone, as when a model is asked to go on from there. The texts of control tokens are these tokens, which callers
+        outside of this library say by `control`. Raises ValueError if a text holds half of a surrogate pair."""
         text = _valid("".join(text for text, _ in parts))
         stops = list(accumulate(len(text) for text, _ in parts))
         marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark and text]

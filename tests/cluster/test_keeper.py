@@ -43,9 +43,9 @@ def test_kill_9_under_torchrun_and_then_of_torchrun(tmp_path, corpus, pair) -> N
     check_restart(event, 1)
     ranks = ranks_of(process)
     process.kill()
-    release(config)
     psutil.wait_procs(ranks, timeout=PATIENCE)
-    assert "another attempt" not in log_of(config)
+    assert "stopped by SIGTERM" in log_of(config) and "another attempt" not in log_of(config)
+    release(config)
     finish("ranks", config)
     check_same(tmp_path / "run", pair)
 
@@ -68,9 +68,9 @@ def test_a_signal_for_the_keeper_is_one_for_the_rank(tmp_path, corpus, alone) ->
     rank.kill()
     wait_for(process, config, restarted(config, 1))
     process.send_signal(signal.SIGTERM)
-    release(config)
     assert process.wait(PATIENCE) == 0
     assert "stopped by SIGTERM" in log_of(config)
+    release(config)
     finish("sagetrain", config)
     check_same(tmp_path / "run", alone)
 

@@ -65,8 +65,8 @@ def test_a_signal_saves_and_requeues_and_the_job_finishes(tmp_path, corpus) -> N
     job = submit(tmp_path, config)
     wait_for(job, config, reached(config, 13))
     job.send_signal(signal.SIGUSR1)
-    release(config)
     assert job.wait(PATIENCE) == 0, log.read_text()[-3000:]
+    release(config)
     assert "stopped by SIGUSR1 with a checkpoint: requeueing" in log.read_text()
     assert submit(tmp_path, config).wait(PATIENCE) == 0, log.read_text()[-3000:]
     assert log.read_text().count("\nrequeued ") == 1  # A finished run is not requeued.

@@ -5,6 +5,7 @@ import pytest
 
 from checked_config import check_found, run_config
 from sagekernels.grouped_matmul import GROUPED_LOW_BIT
+from sagekernels.int8_matmul import PIECE
 from sagekernels.lowbit import HEADS
 from sagekernels.lowbit import LOW_BIT as PRODUCTS
 from sagetrain.config.check import check
@@ -129,3 +130,4 @@ def test_the_facts_of_a_precision_are_those_of_its_products():
     for name, facts in EIGHT_BITS.items():
         assert facts.travels == PRODUCTS[name].travels
         assert facts.head_gradients == (HEADS[name].gradient is not None)
+    assert EIGHT_BITS["int8"].most_terms == PIECE

@@ -212,8 +212,9 @@ def test_a_template_that_leaves_out_the_last_message_is_refused(loop: str, said:
     """The text of a user, or an answer without text, would count in the loss."""
     record = {"messages": [ASK, ANSWER, {**ASK, "content": "what?"}, ANSWER]}
     assert shown(record, ALL).count("«Yes.") == 0 and shown(record, ALL).count("«<assistant>Yes.<|eot|>»") == 2
-    with pytest.raises(ValueError, match=said):
-        shown(record, ALL.replace("in messages", f"in ({loop})"))
+    for own in ("", "<system>go on<|eot|>"):
+        with pytest.raises(ValueError, match=said):
+            shown(record, own + ALL.replace("in messages", f"in ({loop})"))
     # What a template writes in another way is written.
     other = ALL.replace("m.content", "(m.content | upper)")
     assert "<user>GO<|eot|>«<assistant>YES.<|eot|>»" in shown(record, other)

@@ -16,8 +16,8 @@ def file_of(config: Path) -> Path:
 
 
 def hold(config: Path, step: int = LAST) -> None:
-    """Let the run of a configuration wait before this step, or before its last one, until `release`. This may be said
-    again, of a later step, while it runs."""
+    """Let the run of a configuration wait before this step, or before its last one, until `release` or a signal. This
+    may be said again, of a later step, while it runs."""
     (new := config.with_suffix(".new")).write_text(str(step))
     new.rename(file_of(config))
 
@@ -37,8 +37,10 @@ def wait_here() -> None:
     def held(self: Trainer, size: int) -> bool:
         last = self.state.tokens + size >= self.cfg.training.total_tokens
         with suppress(FileNotFoundError):
-            while last or self.state.step + 1 >= int(file.read_text()):
+            # A run that is asked to stop does so. No test has to know when a signal has come through its launchers.
+            while (last or self.state.step + 1 >= int(file.read_text())) and not self.run.met.stop.name:
                 file.stat()
+                self._watchdog.begin("waiting for the test")
                 time.sleep(0.005)
         return plain(self, size)
 
