@@ -133,7 +133,7 @@ def test_a_second_call_before_backward_is_an_error() -> None:
 
 @pytest.mark.parametrize(("how", "words"), [
     ("reads", "HostRead"),
-    ("copies", 'RuntimeError: no copy (test_graphed.py:29: raise RuntimeError("no copy"))'),
+    ("copies", 'RuntimeError: no copy (test_graphed.py:28: raise RuntimeError("no copy"))'),
     ("module", "blocks.0 has forward hooks, which would run in no replay"),
     ("gradient", "norm.weight has hooks of its gradient, which would run in no replay"),
     ("no loss", "the model must return one loss, a scalar, and returned 0"),

@@ -120,7 +120,7 @@ else:
         """GeForce cards get these operands, whose products they add up in float16. The interpreter adds in float32."""
         for module in ("forward", "backward"):
             monkeypatch.setattr(f"sagekernels.{module}.half_sums", lambda device: True)
-        test_agrees_with_the_twin(shape, recipe, False, dtype)
+        test_agrees_with_the_twin(shape, recipe, dtype)
 
     def test_units_of_float16_are_powers_of_two():
         v = torch.randn(2, 100, 3, 20)
