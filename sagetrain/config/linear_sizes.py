@@ -19,9 +19,9 @@ class EightBits(NamedTuple):
     """The largest relative error of all elements of a result together, against fp32, with which `auto` and the doctor
     accept a layer."""
     travels: bool
-    """Whether sequence parallelism gathers in 8 bits (sagekernels/packing.py)."""
+    """True if sequence parallelism gathers the inputs of layers as codes in 8 bits (sagekernels/packing.py)."""
     head_gradients: bool
-    """Whether an output projection in this precision also has its gradients in 8 bits."""
+    """True if the gradients of an output projection in this precision are products in 8 bits, too."""
     most_terms: int | None = None
     """The largest number of products that experts may add up, or None. Other layers add longer sums in parts."""
 

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +57,7 @@ _MARK = (
     "it with --chat-template"
 )
 
-_SHORT = 64  # The characters up to which a message may say by chance what a template says by itself.
+_SHORT = 64  # A message of at most so many characters may say by chance what a template says by itself.
 Notes = Counter[tuple[str, str]]
 """The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
 key."""
@@ -227,6 +228,7 @@ class Chats:
         given = [Message(each) for each in messages]
         clock = Clock()
 
+        @cache  # Checks ask for the same texts again.
         def render(count: int, prompt: bool = False, marked: bool = True, other: int | None = None) -> str:
             known = {"strftime_now": clock, **more}
             shown = [_other(each) if number == other else given[number] for number, each in enumerate(messages[:count])]
@@ -321,8 +323,9 @@ def _check_written(
         except ValueError:
             return True
 
-    texts, at = [(message.get("content") or "").strip() for message in messages], 0
-    for earlier, text in enumerate(texts[first:number], first):
+    *asked, answer = [(message.get("content") or "").strip() for message in messages[first : number + 1]]
+    at = 0
+    for earlier, text in enumerate(asked, first):
         # A template may write a text in another way, and then the message is changed to see where the text is.
         if (found := before.find(text, at)) >= 0:
             at = found + len(text)
@@ -332,7 +335,7 @@ def _check_written(
                 f"the chat template writes message {earlier + 1}, of the {messages[earlier]['role']}, only with the "
                 f"answer behind it, so that it would count in the loss: {_MARK}"
             )
-    if not (texts[number] and texts[number] in after) and not depends(number, number + 1):
+    if not (answer and answer in after) and not depends(number, number + 1):
         raise ValueError(
             f"the chat template does not write message {number + 1}, of the assistant, where a chat ends with it, so "
             f"that nobody can tell what the assistant says: {_MARK}"

@@ -215,7 +215,7 @@ def test_a_template_that_leaves_out_the_last_message_is_refused(loop: str, said:
     for own in ("", "<system>go on<|eot|>"):
         with pytest.raises(ValueError, match=said):
             shown(record, own + ALL.replace("in messages", f"in ({loop})"))
-    # What a template writes in another way is written.
+    # A template may write a text in another way, here in capitals, and is taken.
     other = ALL.replace("m.content", "(m.content | upper)")
     assert "<user>GO<|eot|>«<assistant>YES.<|eot|>»" in shown(record, other)
 

@@ -196,10 +196,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
         before = log_of(config).count(gone)
         ranks[0].suspend()  # Rank 1 waits for it inside of a step, so the run does not finish meanwhile.
         launcher.kill()
-        deadline = time.monotonic() + PATIENCE
-        while log_of(config).count(gone) == before:
-            assert ranks[1].is_running() and time.monotonic() < deadline, log_of(config)[-3000:]
-            time.sleep(0.01)
+        until(lambda: log_of(config).count(gone) > before, ranks[1].is_running, lambda: log_of(config)[-3000:])
         ranks[0].resume()
         release(config)
         assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
@@ -448,11 +445,13 @@ def test_a_run_trains_on_while_the_disk_is_full(tmp_path, corpus, pair, small_di
             while True:
                 file.write(bytes(1 << 12))
         hold(config)
-        deadline = time.monotonic() + PATIENCE
         # Step 25 is the next one with a checkpoint.
-        while not ("could not be written; training goes on" in log_of(config) and "step 28 |" in log_of(config)):
-            assert launcher.poll() is None and time.monotonic() < deadline, log_of(config)[-3000:]
-            time.sleep(0.01)
+        said = ("could not be written; training goes on", "step 28 |")
+        until(
+            lambda: all(each in log_of(config) for each in said),
+            lambda: launcher.poll() is None,
+            lambda: log_of(config)[-3000:],
+        )
         (small_disk / "filler").unlink()
 
     hold(config, 18)
