@@ -48,7 +48,11 @@ LINE, QUICK = MUON._replace(warmup=0.2), {"optimizer.betas": [0.8, 0.95], "optim
 UNTIED = {"model.tie_embeddings": False, "optimizer.lr_of.head": 4e-3}
 # The settings, and the learning rate at the end as a share of the peak. `usual` is what pages about models of this size
 # give. The others are the best of results/muon-loss.
-PLAIN = {"pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1), "pytorch tuned": (TUNED, 0.0)}
+PLAIN = {
+    "pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1),
+    "pytorch tuned": (TUNED, 0.0),
+    **{f"pytorch {lr:g}": (TUNED._replace(lr=lr, warmup=0.5), 0.0) for lr in (5e-4, 1e-3, 2e-3)},
+}
 OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "sagetrain": ("muon", MUON, {}, None),
     "sagetrain adamw": ("adamw", TUNED, {}, None),
