@@ -116,7 +116,8 @@ def test_processes_share_the_tests_and_one_may_die(tmp_path: Path) -> None:
     start += "\nimport side_by_side as s; s.IMPORTED = []; sys.exit(s.main(sys.argv[1:]))"
     (tmp_path / "start.py").write_text(start)
     words = ["start.py", "--processes", "2", "-q", "--noconftest", "--rootdir", ".", "tests/gpu"]
-    command = Command(["python", *words], os.environ, tmp_path / "log", tmp_path)
+    env = {**os.environ, "PYTEST_DEBUG_TEMPROOT": str(tmp_path)}  # pytest removes old folders that are beside its own.
+    command = Command(["python", *words], env, tmp_path / "log", tmp_path)
     assert command.wait(PATIENCE) == 1, (tmp_path / "log").read_text()
     said = (tmp_path / "log").read_text()
     assert "2 failed, 3 passed" in said and "the process has died" in said
@@ -143,7 +144,7 @@ def test_workers_take_files_and_one_may_die(tmp_path: Path) -> None:
     (tmp_path / "ended").mkdir()
     (tmp_path / "start.py").write_text("import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))")
     words = ["start.py", "-p", "workers", "--workers", "2", "-q", "--noconftest", "test_x.py", "test_y.py"]
-    env = {**os.environ, "ENDED": str(tmp_path / "ended")}
+    env = {**os.environ, "ENDED": str(tmp_path / "ended"), "PYTEST_DEBUG_TEMPROOT": str(tmp_path)}
     command = Command(["python", *words], env, tmp_path / "log", tmp_path)
     assert command.wait(PATIENCE) == 1, (tmp_path / "log").read_text()
     said = (tmp_path / "log").read_text()
