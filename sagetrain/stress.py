@@ -96,12 +96,13 @@ def _check(found: Stressed, middle: float) -> Check:
     if found.wrong:
         wrong = ", ".join(f"{number} of {kind}" for kind, number in found.wrong.items())
         return Check("stress", where, "bad", f"wrong bits: {wrong}; {did}", _FIX)
+    did += ", no wrong bit"
     if found.rate < _SLOW * middle:
         fix = "its clocks: nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
         return Check("stress", where, "look", f"{did}: {found.rate / middle:.2f} times the host's median", fix)
     if found.device.type == "cpu":
-        return Check("stress", where, "look", f"no GPU; {did}, no wrong bit", "install an NVIDIA driver")
-    return Check("stress", where, "ok", f"{did}, no wrong bit")
+        return Check("stress", where, "look", f"no GPU; {did}", "install an NVIDIA driver")
+    return Check("stress", where, "ok", did)
 
 
 def _run(found: Stressed, seconds: float, whole: Sequence[Tensor], neighbour: torch.device | None) -> None:

@@ -256,7 +256,8 @@ def test_a_stress_test_finds_one_wrong_bit(monkeypatch: pytest.MonkeyPatch, plan
 def test_a_slow_gpu_and_one_that_gives_no_answer_are_said() -> None:
     cpu = torch.device("cpu")
     slow, silent = (stress.Stressed(cpu, 8, 8e9, 1.0, error=error) for error in ("", "no answer in time"))
-    assert stress._check(slow, 1e10).verdict == "look" and "0.80 times" in stress._check(slow, 1e10).found
+    assert stress._check(slow, 1e10).verdict == "look"
+    assert stress._check(slow, 1e10).found.endswith("no wrong bit: 0.80 times the host's median")
     assert stress._check(silent, 8e9).verdict == "bad" and "no answer" in stress._check(silent, 8e9).found
 
 
