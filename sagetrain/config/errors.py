@@ -79,16 +79,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_POINTER = "version https://git-lfs"
+_POINTERS = {"version https://git-lfs": ("Git LFS", "git lfs pull"), "/annex/objects/": ("git-annex", "git annex get")}
 
 
 def pointer(name: object, begin: bytes | str) -> str:
     """Return the message for a file whose content begins so if it is what git leaves in the place of a large file that
     was not fetched, or "" if it is not."""
-    begin = begin if isinstance(begin, str) else begin[: len(_POINTER)].decode(errors="replace")
-    if not begin.startswith(_POINTER):
-        return ""
-    return f"{name} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder"
+    begin = begin if isinstance(begin, str) else begin[: max(map(len, _POINTERS))].decode(errors="replace")
+    for first, (tool, command) in _POINTERS.items():
+        if begin.startswith(first):
+            return f"{name} is a pointer of {tool}, not the file: run `{command}` in the folder"
+    return ""
 
 
 class Readable(Protocol):
@@ -102,12 +103,12 @@ class Readable(Protocol):
 def pointer_at(path: str | os.PathLike[str] | Readable) -> str:
     """Return the message of `pointer` for a file, or "" also for a file that cannot be read."""
     with suppress(OSError), (Path(path) if isinstance(path, str | os.PathLike) else path).open("rb") as file:
-        return pointer(str(path), file.read(len(_POINTER)))
+        return pointer(str(path), file.read(max(map(len, _POINTERS))))
     return ""
 
 
 def refuse_pointer(path: str | os.PathLike[str] | Readable) -> None:
-    """Raise ConfigError if a file is a pointer of Git LFS."""
+    """Raise ConfigError if a file is a pointer of Git LFS or git-annex."""
     if said := pointer_at(path):
         raise ConfigError(said)
 

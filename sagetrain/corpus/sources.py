@@ -203,18 +203,14 @@ class Corpus:
             there = [*folder.glob(glob or "**/*")]
         except (ValueError, NotImplementedError) as error:
             raise wrong_glob(str(glob), error) from error
-        found = sorted(
-            (
-                path
-                for path in there
-                if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-            ),
-            key=lambda path: path.relative_to(folder).as_posix(),
-        )
+        there = [path for path in there if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+        found = sorted((path for path in there if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
         if not found:
             raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}{_links(folder, there)}")
         if links := _links(folder, there):
             self.notes.append(f"{folder}{links}")
+        if odd := [path for path in there if not path.is_dir() and not path.is_file() and path.exists()]:
+            self.notes.append(f"{odd[0]} is neither a file nor a folder, and is passed over (one of {len(odd)})")
         if glob:
             return found
         chosen = self._chosen(folder, {str(path): path.stat().st_size for path in found})

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -174,9 +175,11 @@ def test_files_above_and_behind_links(tmp_path, model):
     (folder / "a.txt").symlink_to(write(tmp_path, "real.txt", b"A"))
     (folder / "up").symlink_to(folder)
     (folder / "gone.txt").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe.jsonl")
     prepare([str(folder)], tmp_path / "y", tokenizer=model, say=said.append)
     assert len(documents(tmp_path / "y")) == 1
     assert f"{folder}: the link gone.txt and 1 other are not followed" in said[0]
+    assert f"{folder}/pipe.jsonl is neither a file nor a folder, and is passed over" in "".join(said)
     with pytest.raises(ConfigError, match=r"no files that match 'g\*': the link gone\.txt is not followed"):
         quiet([str(folder)], tmp_path / "z", tokenizer=model, glob="g*")
     (folder / "newest.txt").symlink_to("a.txt")

@@ -133,15 +133,19 @@ def test_an_unwritable_output_is_found_before_the_tokenizer(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "name", ["a.jsonl", "a.parquet", "a.txt", "a.csv.gz", "a.tar", "tokenizer.model", "tokenizer.json"]
+    "name", ["a.jsonl", "a.parquet", "a.txt", "a.csv.gz", "a.tar", "tokenizer.model", "tokenizer.json", "annex.txt"]
 )
 def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
-    """A dataset, or a model, was cloned without Git LFS."""
+    """A dataset, or a model, was cloned without Git LFS, or without the content that git-annex keeps."""
+    told = "Git LFS, not the file: run `git lfs pull`"
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    if name == "annex.txt":
+        told = "git-annex, not the file: run `git annex get`"
+        (tmp_path / name).write_text("/annex/objects/SHA256E-s3--0.txt\n")
     write_jsonl(tmp_path / "good.jsonl", ["text"])
     tokenizer = tmp_path / name if "tokenizer" in name else model
     source = tmp_path / ("good.jsonl" if "tokenizer" in name else name)
-    with pytest.raises(ConfigError, match=rf"/{name} is a pointer of Git LFS, not the file: run `git lfs pull`"):
+    with pytest.raises(ConfigError, match=rf"/{name} is a pointer of {told}"):
         quiet([str(source)], tmp_path / "x", tokenizer=tokenizer)
 
 
