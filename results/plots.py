@@ -276,8 +276,9 @@ def width_rule(figure: Figure) -> None:
 
 def int8_limits(figure: Figure) -> None:
     (rows,) = tables("int8-limits")
-    panels, colors = figure.subplots(1, 2, sharey=True), {"16 bits": "C0", "`paper`": "C1", "`scores`": "C2"}
-    for panel, tokens in zip(panels, ("16K", "131K"), strict=True):
+    kinds, colors = [*dict.fromkeys(row["tokens per step"] for row in rows)], {"16 bits": "C0", "`paper`": "C1"}
+    panels = figure.subplots(1, len(kinds), sharex=True, sharey=True)
+    for panel, tokens in zip(panels, kinds, strict=True):
         for row in (row for row in rows if row["tokens per step"] == tokens):
             found = [(float(rate), cell) for rate, cell in [*row.items()][3:] if cell]
             x, y = [rate for rate, _ in found], [number(cell) for _, cell in found]
@@ -287,7 +288,7 @@ def int8_limits(figure: Figure) -> None:
             bad = [place for place, (_, cell) in enumerate(found) if not re.search(r"\(0/", cell)]
             panel.plot([x[place] for place in bad], [y[place] for place in bad], "x", color=color, markersize=9)
         panel.set_xscale("log")
-        panel.set_xlabel(f"optimizer.lr, {tokens} tokens per step")
+        panel.set_xlabel(f"optimizer.lr\ntokens per step: {tokens}")
     panels[0].set_ylabel("held-out loss; x: a seed diverged")
     panels[0].legend(fontsize=8, loc="upper left")
 

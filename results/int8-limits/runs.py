@@ -181,15 +181,16 @@ def worker(norm: str, attention: str, size: str, asked: argparse.Namespace) -> N
 def table(rows: list[dict]) -> None:
     """Print the mean held-out losses by case and rate, with the number of seeds that diverged and that ran."""
     rates, of = sorted({row["lr"] for row in rows}), {"sdpa": "16 bits"}
+    case = lambda row: (  # noqa: E731
+        row.get("model", "9m") != "9m", row["tokens_per_step"], row["qk_norm"] == "none", row["attention"],
+    )  # fmt: skip
     print("| tokens per step | QK-norm | attention |" + "".join(f" {rate:g} |" for rate in rates))
     print("|---" * (3 + len(rates)) + "|")
-    for case in sorted({(row["tokens_per_step"], row["qk_norm"] == "none", row["attention"]) for row in rows}):
-        tokens, none, attention = case
-        cells = [f"{tokens // 1000}K", "no" if none else "yes", of.get(attention, f"`{attention}`")]
+    for large, tokens, none, attention in sorted({*map(case, rows)}):
+        size = f"{tokens // 1000}K" + ", 325M" * large
+        cells = [size, "no" if none else "yes", of.get(attention, f"`{attention}`")]
         for rate in rates:
-            key = ("tokens_per_step", "attention", "lr")
-            same = [r for r in rows if tuple(r[k] for k in key) == (tokens, attention, rate)]
-            same = [r for r in same if (r["qk_norm"] == "none") == none]
+            same = [row for row in rows if case(row) == (large, tokens, none, attention) and row["lr"] == rate]
             bad, mean = sum(r["diverged"] for r in same), sum(r["valid"] for r in same) / max(len(same), 1)
             cells.append(f"{mean:.2f} ({bad}/{len(same)})" if same else "")
         print("| " + " | ".join(cells) + " |")
