@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from search import LENGTH, VOCAB, batch, begin, read, text_of
+from search import LARGE, LENGTH, VOCAB, batch, begin, read, text_of
 
 import tiny
 from sagetrain.cluster.join import end_distributed, init_distributed
@@ -44,7 +44,6 @@ BAND, FIRST, LOWEST, HIGHEST, PARTS = 0.2, 2e-3, -2, 10, 20
 SEQUENCES, VALID, STEPS = 16, 96, {"few": 400, "many": 80}
 MICRO = {"few": 1, "many": 8}
 MODEL: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4}
-LARGE = {"num_layers": 20, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16}
 if os.environ.get("SMALL"):
     LARGE = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 2}
     SEQUENCES, VALID, STEPS, HIGHEST = 2, 4, {"few": 20, "many": 20}, 4
@@ -181,9 +180,11 @@ def worker(norm: str, attention: str, size: str, asked: argparse.Namespace) -> N
 def table(rows: list[dict]) -> None:
     """Print the mean held-out losses by case and rate, with the number of seeds that diverged and that ran."""
     rates, of = sorted({row["lr"] for row in rows}), {"sdpa": "16 bits"}
-    case = lambda row: (  # noqa: E731
-        row.get("model", "9m") != "9m", row["tokens_per_step"], row["qk_norm"] == "none", row["attention"],
-    )  # fmt: skip
+
+    def case(row: dict) -> tuple[bool, int, bool, str]:
+        large = row.get("model", "9m") != "9m"
+        return large, row["tokens_per_step"], row["qk_norm"] == "none", row["attention"]
+
     print("| tokens per step | QK-norm | attention |" + "".join(f" {rate:g} |" for rate in rates))
     print("|---" * (3 + len(rates)) + "|")
     for large, tokens, none, attention in sorted({*map(case, rows)}):

@@ -39,9 +39,10 @@ from sagetrain.training.lr_schedule import learning_rate
 
 VOCAB, LENGTH, SEQUENCES, SHORT, LONG, VALID = 8192, 1024, 64, 100, 400, 384
 MODEL: dict[str, Any] = {"num_layers": 12, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8}
-if os.environ.get("LARGE"):  # 325M
+LARGE = {"num_layers": 20, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16}  # 325M
+if os.environ.get("LARGE"):
     SEQUENCES = 32
-    MODEL |= {"num_layers": 20, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16}
+    MODEL |= LARGE
 if os.environ.get("SMALL"):
     LENGTH, SEQUENCES, SHORT, LONG, VALID = 64, 2, 4, 8, 4
     MODEL |= {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}

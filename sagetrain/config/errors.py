@@ -80,12 +80,13 @@ def shown(value: Any) -> str:
 
 
 _POINTERS = {"version https://git-lfs": ("Git LFS", "git lfs pull"), "/annex/objects/": ("git-annex", "git annex get")}
+_LONGEST = max(map(len, _POINTERS))
 
 
 def pointer(name: object, begin: bytes | str) -> str:
     """Return the message for a file whose content begins so if it is what git leaves in the place of a large file that
     was not fetched, or "" if it is not."""
-    begin = begin if isinstance(begin, str) else begin[: max(map(len, _POINTERS))].decode(errors="replace")
+    begin = begin if isinstance(begin, str) else begin[:_LONGEST].decode(errors="replace")
     for first, (tool, command) in _POINTERS.items():
         if begin.startswith(first):
             return f"{name} is a pointer of {tool}, not the file: run `{command}` in the folder"
@@ -103,7 +104,7 @@ class Readable(Protocol):
 def pointer_at(path: str | os.PathLike[str] | Readable) -> str:
     """Return the message of `pointer` for a file, or "" also for a file that cannot be read."""
     with suppress(OSError), (Path(path) if isinstance(path, str | os.PathLike) else path).open("rb") as file:
-        return pointer(str(path), file.read(max(map(len, _POINTERS))))
+        return pointer(str(path), file.read(_LONGEST))
     return ""
 
 

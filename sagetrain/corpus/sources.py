@@ -204,12 +204,14 @@ class Corpus:
         except (ValueError, NotImplementedError) as error:
             raise wrong_glob(str(glob), error) from error
         there = [path for path in there if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-        found = sorted((path for path in there if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
+        files = {path for path in there if path.is_file()}
+        others = [path for path in there if path not in files]
+        found = sorted(files, key=lambda path: path.relative_to(folder).as_posix())
         if not found:
-            raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}{_links(folder, there)}")
-        if links := _links(folder, there):
+            raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}{_links(folder, others)}")
+        if links := _links(folder, others):
             self.notes.append(f"{folder}{links}")
-        if odd := [path for path in there if not path.is_dir() and not path.is_file() and path.exists()]:
+        if odd := [path for path in others if path.exists() and not path.is_dir()]:
             self.notes.append(f"{odd[0]} is neither a file nor a folder, and is passed over (one of {len(odd)})")
         if glob:
             return found
@@ -338,9 +340,9 @@ class Corpus:
         return Input(name, lambda place: read_dataset(name, load(), place, wanted), None, identity, share=share)
 
 
-def _links(folder: Path, there: list[Path]) -> str:
-    """Name the links in a folder that lead to no file."""
-    links = sorted(str(path.relative_to(folder)) for path in there if path.is_symlink() and not path.is_file())
+def _links(folder: Path, others: list[Path]) -> str:
+    """Name the links among what is no file in a folder."""
+    links = sorted(str(path.relative_to(folder)) for path in others if path.is_symlink())
     if not links:
         return ""
     more = f" and {many(len(links) - 1, 'other')} are" if links[1:] else " is"
