@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sagetrain.parallel.device_memory import DeviceMemory, Step
-from sagetrain.parallel.objects import of_every_rank
+from sagetrain.parallel.objects import of_every_rank, refused
 
 SLOTS = 3
 """The number of slots: one for each half of a micro-batch, and one for a collective that starts before these are
@@ -55,7 +55,7 @@ class Memory(Protocol):
 
     def allocate(self, nbytes: int) -> list[Tensor]:
         """Return new buffers, uint8 [nbytes] for each rank, once the streams have ended all earlier work. All ranks
-        call it."""
+        call it. Raises torch.OutOfMemoryError on all ranks if one has no memory for its buffer."""
 
     def another(self) -> Memory:
         """Return another memory of the same group."""
@@ -203,9 +203,10 @@ class Copies:
     def _grow(self, nbytes: int) -> None:
         for slot in range(self._slots):
             self._read(slot)
-        self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         # Other ranks may still copy out of the old buffer. Their mappings keep it alive.
-        self._clear(self._memory.allocate(self._slots * self._slot_bytes))
+        self._clear(self._memory.allocate(self._slots * slot_bytes))
+        self._slot_bytes = slot_bytes
         self._met = 0  # The pads are new as well.
 
     def _clear(self, buffers: list[Tensor]) -> None:
@@ -254,7 +255,7 @@ def connect(group: ProcessGroup, slots: int = SLOTS) -> str:
     if name not in connected and name not in _refused:
         copies: list[Copies] = []
         for step in (_check, partial(_open, slots), _map, _try):
-            _refused[name] = _on_all_ranks(group, step, group, copies)
+            _refused[name] = refused(group, step, group, copies)
             if _refused[name]:
                 break
         else:
@@ -272,16 +273,6 @@ def forget() -> None:
     """Forget all groups when torch's process group ends, because a later process group uses their names again."""
     connected.clear()
     _refused.clear()
-
-
-def _on_all_ranks(group: ProcessGroup, step: Callable[..., None], *arguments: object) -> str:
-    """Take a step on all ranks. Return the complaint of the first rank where it failed, or an empty string."""
-    try:
-        step(*arguments)
-        complaint = ""
-    except Exception as error:  # noqa: BLE001 - after any error NCCL is left
-        complaint = f"rank {group.rank()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    return next(filter(None, of_every_rank(complaint, group)), "")
 
 
 def _check(group: ProcessGroup, copies: list[Copies]) -> None:

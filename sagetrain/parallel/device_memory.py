@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sagetrain.parallel.objects import refused
+
 Step = tuple[int, int, int] | int
 """A copy, by target address, source address and number of bytes, or a meeting in one of the two parts of the pads."""
 
@@ -78,14 +80,26 @@ class DeviceMemory:
         self._started = self._event()
 
     def allocate(self, nbytes: int) -> list[Tensor]:
-        """Return new buffers, as Memory.allocate does."""
+        """Return new buffers, as Memory.allocate does. The ranks agree that each has its own buffer before they map
+        those of the others, because a rank that maps waits for all."""
+        torch.cuda.synchronize(self._device)
+        if complaint := refused(self._group, self._reserve, nbytes):
+            raise torch.OutOfMemoryError(
+                f"no memory for {nbytes:,} bytes that GPUs of a host copy through: {complaint}"
+            )
+        return self._map(nbytes)
+
+    def _reserve(self, nbytes: int) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         # Nothing here uses multicast. Setting multicast up can fail, or do worse, on hosts that share their NVSwitches.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        torch.cuda.synchronize(self._device)
         name = self._group.group_name
         self._own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device, name)
+
+    def _map(self, nbytes: int) -> list[Tensor]:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
         self._symmetric = _SymmetricMemory.rendezvous(self._own)
         # Pads start as zeros.
         pads = self._symmetric.signal_pad_ptrs

@@ -3,6 +3,7 @@ rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -32,3 +33,14 @@ def of_rank_0(value: T, group: dist.ProcessGroup | None = None, device: torch.de
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0, group=group, device=device)
     return box[0]
+
+
+def refused(group: dist.ProcessGroup, step: Callable[..., None], *arguments: object) -> str:
+    """Take a step on all ranks of a group; collective. Return the complaint of the first rank where it failed, or an
+    empty string."""
+    try:
+        step(*arguments)
+        complaint = ""
+    except Exception as error:  # noqa: BLE001 - the ranks agree after any error
+        complaint = f"rank {group.rank()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return next(filter(None, of_every_rank(complaint, group)), "")

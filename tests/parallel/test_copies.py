@@ -260,9 +260,9 @@ def test_an_engine_gathers_by_copies(ranks: int) -> None:
 
 def _check_agreement() -> list[list[str]]:
     """Check that one rank's trouble is everyone's, in each step, and that a reason is found once. The memory meets when
-    it is allocated, as torch's does, so that a rank which comes alone would wait."""
+    it is mapped, as torch's does, so that a rank which comes alone would wait."""
     found, rank = [], dist.get_rank()
-    for step in ("check", "open", "map", "try"):
+    for step in ("check", "open", "reserve", "map", "try"):
         group, tries = dist.new_group(), list[str]()
 
         def trouble(place: str, step: str = step, tries: list[str] = tries) -> None:
@@ -273,23 +273,55 @@ def _check_agreement() -> list[list[str]]:
         class Refusing(DeviceMemory):
             def __init__(self, ranks: dist.ProcessGroup) -> None:
                 trouble("open")
-                self._ranks, self._symmetric = ranks, SimpleNamespace(multicast_ptr=0)
+                self._group, self._device, self._symmetric = ranks, None, SimpleNamespace(multicast_ptr=0)
 
-            def allocate(self, nbytes: int) -> list[Tensor]:
-                dist.barrier(self._ranks)
+            def _reserve(self, nbytes: int) -> None:
+                trouble("reserve")
+
+            def _map(self, nbytes: int) -> list[Tensor]:
+                dist.barrier(self._group)
                 trouble("map")
                 return [torch.empty(nbytes, dtype=torch.uint8)] * 2
 
         fakes = {"_check": lambda *_: trouble("check"), "DeviceMemory": Refusing, "_try": lambda *_: trouble("try")}
-        with patch.multiple(copies, **fakes):
+        with patch.multiple(copies, **fakes), patch.object(torch.cuda, "synchronize"):
             found.append([copies.connect(group) for _ in range(2)])
         assert tries[-1] == step and len({*tries}) == len(tries) and memory_of(group) is None
     return found
 
 
 def test_ranks_agree_on_a_refusal() -> None:
+    said = "rank 1: GPU 1 cannot reach GPU 0"
+    no_memory = f"rank 0: no memory for 3,072 bytes that GPUs of a host copy through: {said}"
     for found in run_distributed(_check_agreement, 2):
-        assert found == [["rank 1: GPU 1 cannot reach GPU 0"] * 2] * 4
+        assert found == [[each] * 2 for each in (said, said, no_memory, said, said)]
+
+
+def _check_growth() -> None:
+    """Let one rank have no memory for a larger message: all ranks have the error, and no slot counts as grown."""
+
+    class Small(ThreadMemory):
+        _group, _device = dist.group.WORLD, None
+        allocate, _map = DeviceMemory.allocate, ThreadMemory.allocate
+
+        def _reserve(self, nbytes: int) -> None:
+            if self.rank == 1 and nbytes > 4096:
+                raise RuntimeError("CUDA driver error: out of memory")
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with patch.object(torch.cuda, "synchronize"):
+        copied = Copies(rank, size, Small(rank, size))
+        for length, fits in ((8, True), (4096, False), (4096, False), (16, True)):
+            x = torch.arange(length) + rank
+            if fits:
+                assert finish(copied.all_gather(x)).tolist() == [i + r for r in range(size) for i in range(length)]
+            else:
+                with pytest.raises(torch.OutOfMemoryError, match=r"copy through: rank 1: CUDA driver error"):
+                    copied.all_gather(x)
+
+
+def test_a_rank_without_memory_for_a_larger_message() -> None:
+    run_distributed(_check_growth, 2)
 
 
 def test_a_model_whose_ranks_cannot_copy_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
