@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -80,16 +81,23 @@ def shown(value: Any) -> str:
 
 
 _POINTERS = {"version https://git-lfs": ("Git LFS", "git lfs pull"), "/annex/objects/": ("git-annex", "git annex get")}
-_LONGEST = max(map(len, _POINTERS))
+_PAGE = re.compile(r"\ufeff?\s*<(!doctype html|html|head|\?xml)\b", re.IGNORECASE)
+_LOOKED_AT = 256
+"""Number of bytes in which these are looked for."""
 
 
-def pointer(name: object, begin: bytes | str) -> str:
-    """Return the message for a file whose content begins so if it is what git leaves in the place of a large file that
-    was not fetched, or "" if it is not."""
-    begin = begin if isinstance(begin, str) else begin[:_LONGEST].decode(errors="replace")
+def pointer(name: object, begin: bytes | str, page: bool = True) -> str:
+    """Return the message for a file whose content begins so if it stands in the place of a file that was not fetched,
+    or "" if it does not. It is what git leaves of a large file, or, if `page`, the web page of a login or an error."""
+    begin = begin if isinstance(begin, str) else begin[:_LOOKED_AT].decode(errors="replace")
     for first, (tool, command) in _POINTERS.items():
         if begin.startswith(first):
             return f"{name} is a pointer of {tool}, not the file: run `{command}` in the folder"
+    if page and _PAGE.match(begin):
+        return (
+            f"{name} is a web page (HTML or XML), not the file: its address may have answered with a login or an "
+            "error, so look at it and download the file again"
+        )
     return ""
 
 
@@ -101,16 +109,22 @@ class Readable(Protocol):
     def read_text(self, encoding: str) -> str: ...
 
 
-def pointer_at(path: str | os.PathLike[str] | Readable) -> str:
-    """Return the message of `pointer` for a file, or "" also for a file that cannot be read."""
-    with suppress(OSError), (Path(path) if isinstance(path, str | os.PathLike) else path).open("rb") as file:
-        return pointer(str(path), file.read(_LONGEST))
+def pointer_at(path: str | os.PathLike[str] | Readable, page: bool = True) -> str:
+    """Return the message of `pointer` for a file. Return it also for a link to a file that git-annex has not fetched,
+    and "" for other files that cannot be read."""
+    path = Path(path) if isinstance(path, str | os.PathLike) else path
+    with suppress(OSError):
+        if isinstance(path, Path) and path.is_symlink() and not path.exists():
+            _, *annex = os.readlink(path).partition("/annex/objects/")
+            return pointer(path, "".join(annex), page=False)
+        with path.open("rb") as file:
+            return pointer(str(path), file.read(_LOOKED_AT), page)
     return ""
 
 
-def refuse_pointer(path: str | os.PathLike[str] | Readable) -> None:
-    """Raise ConfigError if a file is a pointer of Git LFS or git-annex."""
-    if said := pointer_at(path):
+def refuse_pointer(path: str | os.PathLike[str] | Readable, page: bool = True) -> None:
+    """Raise ConfigError if `pointer_at` has a message for a file."""
+    if said := pointer_at(path, page):
         raise ConfigError(said)
 
 
@@ -118,6 +132,7 @@ def is_there(file: Path) -> bool:
     """Return whether there is a file. Raises ConfigError for a link to a file that is gone, as a copy of a part of a
     Hugging Face cache leaves it."""
     if file.is_symlink() and not file.exists():
+        refuse_pointer(file)
         raise ConfigError(
             f"{file} is a link to {os.readlink(file)}, which is not there: copy the folder with the files that its "
             "links stand for (cp -rL)"

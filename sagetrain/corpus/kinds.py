@@ -140,8 +140,10 @@ def _in_full(name: str | os.PathLike[str]) -> str:
 
 
 def named_otherwise(name: str, head: bytes) -> str:
-    """Say that the first bytes of a file, as they are on disk, contradict the compression in its name. Return "" if
-    they do not."""
+    """Say that the first bytes of a file, as they are on disk, are those of something else than its name says. Return
+    "" if they are not."""
+    if said := pointer("it", head):
+        return f"; {said}"
     own = compression(name)
     found = next((suffix for suffix, begin in _MAGIC.items() if head.startswith(begin)), "")
     if found == own or not head:
@@ -154,7 +156,7 @@ def named_otherwise(name: str, head: bytes) -> str:
 def check_head(name: str, head: bytes) -> None:
     """Check the first decompressed bytes of a file that is read as lines, JSON, a table or plain text. Raises
     ConfigError, which says what to do, if they show that the file is something else."""
-    if said := pointer(name, head):
+    if said := pointer(name, head, page=kind_of(name) is not Kind.TEXT):
         raise ConfigError(said)
     if _in_full(name).removesuffix(compression(name)).endswith(".ipynb"):
         raise ConfigError(f"{name}: {_NOTEBOOK.format(glob=spelled('glob'))}")

@@ -118,7 +118,10 @@ class Outputs:
             if writer.num_documents == 0:
                 journal.discard()
                 why = self._tally.why_nothing(side, records, self._encoder.valid_fraction)
-                raise ConfigError(f"{writer.path}: no document with text went into this file{why}; nothing is written")
+                raise ConfigError(
+                    f"{writer.path}: no document with text went into this file{why}; nothing is written; the "
+                    f"source was {self._corpus.named}"
+                )
 
     def publish(self, request: Request) -> None:
         """Give the files their names, the tokenizer first."""

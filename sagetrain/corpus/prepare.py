@@ -108,7 +108,7 @@ def _trained(request: Request, corpus: Corpus, say: Callable[[str], None]) -> To
     assert request.vocab_size, "Request.check wants this one or a tokenizer"
     begin = time.perf_counter()
     say(f"training a tokenizer of {request.vocab_size:,} tokens")
-    model = train_tokenizer(corpus.sample(request.tokenizer_sample), request.vocab_size)
+    model = train_tokenizer(corpus.sample(request.tokenizer_sample), request.vocab_size, corpus.named)
     say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
     return Tokenizer(model)
 

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sagetrain.config.arguments import spelled
-from sagetrain.config.errors import ConfigError, many, refuse_pointer
+from sagetrain.config.errors import ConfigError, many, pointer_at, refuse_pointer
 from sagetrain.corpus import files
 from sagetrain.corpus.archives import matches, members, names_in, wrong_glob
 from sagetrain.corpus.blocks import head, on_disk
@@ -117,6 +117,12 @@ class Corpus:
                     chunk.after = Place(number, chunk.before + chunk.first + len(chunk.records) - 1, chunk.offset)
                 chunk.input = each.name
                 yield chunk
+
+    @property
+    def named(self) -> str:
+        """The name of the first input, and how many others there are, for messages."""
+        first, *others = (each.name for each in self.inputs)
+        return f"{first} and {many(len(others), 'other input')}" if others else first
 
     @property
     def size(self) -> int | None:
@@ -262,8 +268,8 @@ class Corpus:
         kind, wanted, content = kind_of(path), self._wanted, on_disk(path)
         if wanted.fields and kind is Kind.TEXT:
             raise self._no_fields(path)
-        if stat.st_size < HEAD:
-            refuse_pointer(path)
+        if stat.st_size < HEAD or kind is Kind.PARQUET:
+            refuse_pointer(path, page=kind is Kind.PARQUET)
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
         if kind is Kind.PARQUET and (packed := compression(path)):
             raise ConfigError(f"{path}: Parquet is not read out of {packed}; unpack it (it is compressed by itself)")
@@ -346,6 +352,8 @@ def _links(folder: Path, others: list[Path]) -> str:
     if not links:
         return ""
     more = f" and {many(len(links) - 1, 'other')} are" if links[1:] else " is"
+    if said := next(filter(None, (pointer_at(folder / link) for link in links)), ""):
+        return f": the link {links[0]}{more} not followed: {said}"
     return (
         f": the link {links[0]}{more} not followed, which is done to files alone: name the folder that it leads to as "
         "a source, too, or mend it if it leads nowhere"
@@ -361,6 +369,7 @@ def _not_found(source: str) -> str:
     if Path(source).exists():
         return "is neither a file nor a folder; write its content to a file"
     if Path(source).is_symlink():
+        refuse_pointer(source)
         return f"is a link to {Path(source).readlink()}, which leads to nothing; mend the link, or name the file itself"
     what = "no such file or folder, and not the name of a Hugging Face dataset"
     if re.search(r"[*?\[]", source):

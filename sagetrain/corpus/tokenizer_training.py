@@ -15,9 +15,10 @@ from sagetrain.config.errors import ConfigError, many
 _MAX_SENTENCE_BYTES = 1 << 14
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, origin: str = "the texts") -> bytes:
     """Train a byte-pair encoding with byte fallback and single digits on `texts`, and return the bytes of its file. It
-    depends on the texts alone. Raises ConfigError if they are too few, or too diverse, for `vocab_size`."""
+    depends on the texts alone. Raises ConfigError if they are too few, or too diverse, for `vocab_size`. The message
+    names their `origin`."""
     counter = _Counter(texts)
     model = io.BytesIO()
     try:
@@ -41,15 +42,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         if counter.error is not None:
             raise counter.error from None
         if counter.lines == 0:
-            raise ConfigError("no text to train the tokenizer on") from error
+            raise ConfigError(
+                f"{origin}: no text to train the tokenizer on, because all documents are empty; name a source with text"
+            ) from error
         reason = str(error).rsplit("] ", 1)[-1].strip()
         if least := re.search(r"required_chars\. \d+ vs (\d+)", reason):
             reason = f"{spelled('vocab_size')} {least[1]} or more"
         elif most := re.search(r"too high.*<= (\d+)", reason):
             reason = f"{spelled('vocab_size')} {most[1]} or less, or more text"
         raise ConfigError(
-            f"a tokenizer of {vocab_size:,} tokens cannot be trained on this sample ({many(counter.lines, 'line')}, "
-            f"{counter.characters:,} characters): {reason}"
+            f"{origin}: a tokenizer of {vocab_size:,} tokens cannot be trained on this sample "
+            f"({many(counter.lines, 'line')}, {counter.characters:,} characters): {reason}"
         ) from error
     return model.getvalue()
 

@@ -116,6 +116,7 @@ class Tokenizer:
         except IsADirectoryError as error:
             raise ConfigError(f"tokenizer {path}: is a folder; {_in_folder(Path(path))}") from error
         except OSError as error:
+            refuse_pointer(path)
             raise ConfigError(f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one") from error
         except ConfigError:
             raise

@@ -10,9 +10,8 @@ from typing import Any
 
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.corpus.chunk import loads
+from sagetrain.corpus.kinds import Kind, compression, kind_of
 from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
-
-JSON_LINES = (".jsonl", ".ndjson")
 
 
 def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_file: Path | None = None) -> list[str]:
@@ -28,6 +27,11 @@ def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_fil
     if len(named) > 1:
         raise ConfigError(f"give either {' or '.join(named)}, not both")
     if file is not None:
+        if kind_of(file) is Kind.LINES:
+            raise ConfigError(
+                f"--file {file}: its JSON would be the text to continue, to the last bracket; --prompt-file {file} "
+                "continues the prompt of each record"
+            )
         if not (text := _text_of(file, "--file")):
             raise ConfigError(f"--file {file} is empty; leave it out for a text that begins with nothing")
         return [text]
@@ -54,7 +58,7 @@ def _word(word: str) -> str:
 
 
 def _text_of(file: Path, option: str) -> str:
-    refuse_pointer(file)
+    refuse_pointer(file, page=False)
     try:
         return file.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -64,7 +68,14 @@ def _text_of(file: Path, option: str) -> str:
 
 
 def _lines_of(file: Path) -> list[str]:
-    as_records = file.suffix.lower() in JSON_LINES
+    kind = kind_of(file)
+    as_records, what = kind is Kind.LINES, f"packed as {compression(file)}" if compression(file) else kind.value
+    no_prompts = ConfigError(
+        f"--prompt-file {file} is {what}, which is not read as prompts: write a .txt with a prompt in each line, or a "
+        '.jsonl of records {"prompt": "some text"}'
+    )
+    if compression(file) or kind not in (Kind.LINES, Kind.JSON, Kind.TEXT):
+        raise no_prompts
     lines = [(number, line) for number, line in enumerate(_text_of(file, "--prompt-file").split("\n"), 1)]
     prompts = [
         _prompt_in(line, f"{file}, line {number}") if as_records else line.removesuffix("\r")
@@ -75,6 +86,8 @@ def _lines_of(file: Path) -> list[str]:
         raise ConfigError(f"--prompt-file {file}: its first line is a record; rename it to end in .jsonl")
     if not prompts:
         raise ConfigError(f"--prompt-file {file} holds no prompt: every line is empty")
+    if kind is Kind.JSON:
+        raise no_prompts
     return prompts
 
 

@@ -22,6 +22,8 @@ from sagetrain.corpus.kinds import alike
 from sagetrain.corpus.records import Chats
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.interop.importing import import_folder
 
 
 def lines(*records: bytes) -> bytes:
@@ -147,6 +149,42 @@ def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
     source = tmp_path / ("good.jsonl" if "tokenizer" in name else name)
     with pytest.raises(ConfigError, match=rf"/{name} is a pointer of {told}"):
         quiet([str(source)], tmp_path / "x", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "begin", ["<!DOCTYPE html>\n<html>", "\ufeff\n<HTML lang=en>", "<?xml version='1.0'?>\n<Error>"]
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.tar", "a.jsonl.gz", "tokenizer.json"])
+def test_a_page_in_place_of_a_file_is_named(tmp_path, model, name, begin):
+    """An address has answered with a login, or with an error. Plain text may be a page."""
+    (tmp_path / name).write_text(begin + " Log in " * 1000)
+    source, tokenizer = (tmp_path / name, model) if "tokenizer" not in name else (__file__, tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"/{name}\b.* is a web page \(HTML or XML\), not the file"):
+        quiet([str(source)], tmp_path / "x/x", tokenizer=tokenizer)
+    (tmp_path / "page.txt").write_text(begin)
+    quiet([str(tmp_path / "page.txt")], tmp_path / "page/page", tokenizer=model)
+
+
+NOT_FETCHED = {
+    "a file": ("a.jsonl", lambda link, model: quiet([str(link)], link.parent / "x", tokenizer=model)),
+    "a folder": (
+        "only/a.txt",
+        lambda link, model: quiet([str(link.parent)], link.parent.parent / "x", tokenizer=model),
+    ),
+    "a tokenizer": ("tokenizer.json", lambda link, _: Tokenizer.load(link)),
+    "a model": ("hf/config.json", lambda link, _: import_folder(link.parent, link.parent.parent / "run", report=print)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FETCHED)
+def test_a_link_to_what_git_annex_has_not_fetched_is_named(tmp_path, model, name):
+    place, read = NOT_FETCHED[name]
+    link = tmp_path / place
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to("../.git/annex/objects/Xw/9J/SHA256E-s3--0.jsonl/SHA256E-s3--0.jsonl")
+    said = re.escape(f"{link} is a pointer of git-annex, not the file: run `git annex get` in the folder")
+    with pytest.raises(ConfigError, match=said):
+        read(link, model)
 
 
 @pytest.mark.parametrize("name", ["syntax.jsonl", "cut.jsonl.gz"])

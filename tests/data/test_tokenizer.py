@@ -76,13 +76,13 @@ def test_lines_longer_than_sentencepiece_takes_are_used():
 
 
 @pytest.mark.parametrize(("texts", "vocab_size", "message"), [
-    ([], 1000, "no text to train"), (["", "\n\n"], 1000, "no text to train"),
+    ([], 1000, r"a\.txt: no text to train"), (["", "\n\n"], 1000, r"a\.txt: no text to train .* name a source"),
     (["a short text"], 5000, r"5,000 tokens cannot be trained.*: --vocab-size \d{2,3} or less, or more text$"),
     (["a short text"], 100, r"100 tokens cannot be trained.*: --vocab-size \d{3} or more$"),
 ])  # fmt: skip
 def test_training_errors(texts, vocab_size, message):
     with pytest.raises(ConfigError, match=message):
-        train_tokenizer(texts, vocab_size)
+        train_tokenizer(texts, vocab_size, "a.txt")
 
 
 def test_ctrl_c_while_a_tokenizer_reads_its_sample():

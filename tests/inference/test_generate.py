@@ -283,6 +283,25 @@ def test_prompt_files_that_are_refused(tmp_path: Path, content: bytes, said: str
         read_prompts(prompt_file=tmp_path / "p.json")
 
 
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("p.json", b'[\n{"prompt": "a"}\n]\n', r"a JSON array or JSON lines, which is not read as prompts: write a \.txt"),
+    ("p.csv", b"prompt\na\n", "a table, which is not read"),
+    ("p.parquet", b"PAR1", "Parquet, which is not read"),
+    ("p.jsonl.gz", b"\x1f\x8b", r"packed as \.gz, which is not read"),
+])  # fmt: skip
+def test_prompt_files_of_other_kinds(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--prompt-file {tmp_path / name} is {said}"):
+        read_prompts(prompt_file=tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "P.NDJSON", "p.jsonl.zst"])
+def test_records_are_not_the_text_of_one_prompt(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=f"--file {tmp_path / name}: its JSON .*; --prompt-file {tmp_path / name}"):
+        read_prompts(file=tmp_path / name)
+
+
 def test_prompts_that_cannot_be_read(monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("über".encode("latin1"))
     for given, said in (
