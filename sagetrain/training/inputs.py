@@ -7,8 +7,9 @@ that `plan` could have found.
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -111,20 +112,31 @@ def task_manager(names: Sequence[str]) -> TaskManager:
         ConfigError: the harness has no task of a name, and there is no such file.
         ImportError: the harness is not installed.
     """
+    import lm_eval
     from lm_eval.tasks import TaskManager
 
-    files = [name for name in names if Path(name).is_file()]
-    # Listing the tasks of the harness takes seconds.
-    manager = TaskManager(include_defaults=len(files) < len(names))
+    named = [name for name in names if not Path(name).is_file()]
+    # Listing the tasks of the harness takes seconds, and reading their files for words takes half of one.
+    files = Path(lm_eval.__file__).parent.glob("tasks/**/*") if named else ()
+    # Files that others include have no suffix.
+    texts = (path.read_text("utf-8") for path in files if path.suffix in (".yaml", "") and path.is_file())
+    text = "\n".join(texts)
+    words, called = re.split(r"[\s\"',:\[\]{}]+", text), re.findall(r"\b(?:task|group|tag): *([\w.-]+)", text)
+    _refuse_unknown(named, {*words}, {*called})
+    manager = TaskManager(include_defaults=bool(named))
+    _refuse_unknown(named, manager.task_index, manager.all_tasks)
+    return manager
+
+
+def _refuse_unknown(names: Sequence[str], known: Container[str], near: Collection[str]) -> None:
     for name in names:
-        if name not in files and name not in manager.task_index:
-            near = get_close_matches(name, manager.all_tasks, 3)
-            hint = f"did you mean {', '.join(near)}? " if near else ""
+        if name not in known:
+            found = get_close_matches(name, near, 3)
+            hint = f"did you mean {', '.join(found)}? " if found else ""
             raise ConfigError(
                 f"task {name}: lm_eval has none of this name, and there is no such file; {hint}`lm-eval ls tasks` "
                 "lists them"
             )
-    return manager
 
 
 def _tasks(names: Sequence[str], sharded: bool) -> None:

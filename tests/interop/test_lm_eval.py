@@ -243,6 +243,13 @@ def test_what_cannot_be_asked_is_said(
     assert found.level == "error" and "did you mean choose?" in str(found)
 
 
+def test_a_task_that_no_file_names_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness need not list its tasks for that, which takes seconds. A tag may stand in a file without suffix."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: pytest.fail("the tasks are listed"))
+    with pytest.raises(ConfigError, match=r"task helaswag: lm_eval has none .* did you mean hellaswag, .*lists them"):
+        HarnessTasks(["bertaqa", "helaswag"])
+
+
 def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) -> None:
     names = f"{tasks['choose']},{tasks['read']}"
     result = sagetrain("eval", pair, "--tasks", names, "--limit", 2, "--json")

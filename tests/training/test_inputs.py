@@ -237,7 +237,7 @@ EXCUSED = {
     ("rendezvous", "_reach"): "a host that is not reached",
     ("rendezvous", "_gather"): "ranks that do not come",
     ("run_folder", "claim"): "another run that has the folder at that moment",
-    ("inputs", "task_manager"): "plan finds it (test_lm_eval.py), but listing the harness's tasks takes seconds",
+    ("inputs", "_refuse_unknown"): "plan finds it (test_lm_eval.py), but listing the harness's tasks takes seconds",
     ("inputs", "_tasks"): "likewise",
     ("inputs", "refuse_generating"): "likewise",
     ("weights_and_biases", "on_start"): "a login",
