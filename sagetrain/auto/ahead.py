@@ -27,7 +27,8 @@ def begin(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """On a GPU, draw weights and compile CUDA kernels in threads, and import torch's compiler beside them.
+    """On a GPU, draw weights and compile CUDA kernels in threads, and import torch's compiler beside them, in this process
+    and in those in which it will compile.
 
     The first rank of a host compiles kernels. The ranks that wait for its choices have imported the compiler meanwhile.
     Weights take up to a sixteenth of the host's memory.
@@ -41,6 +42,8 @@ def begin(
     if os.environ.get("LOCAL_RANK", "0") == "0" and nvrtc.available():
         _begin_kernels(cfg, device, dtype)
     if compiled:
+        # Its processes import as much as the compiler itself, so they begin before it, as in torch.compile's own start.
+        import_module("torch._inductor.async_compile").maybe_warm_pool()
         import_module("torch._inductor.compile_fx")
 
 

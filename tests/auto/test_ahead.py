@@ -52,6 +52,16 @@ def test_kernels_are_begun(monkeypatch: pytest.MonkeyPatch, sections: dict, rank
     initialization._begun.clear()
 
 
+def test_the_processes_that_compile_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, how = [], {"vocab_size": tiny.VOCAB, "device": GPU, "dtype": torch.bfloat16}
+    monkeypatch.setattr(nvrtc, "available", lambda: False)
+    monkeypatch.setattr(initialization, "begin", lambda *_: None)
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: begun.append("the pool"))
+    for compiled in (False, True):
+        ahead.begin(tiny.config(1, "bf16"), ParallelGroups.single(), compiled=compiled, **how)
+    assert begun == ["the pool"]
+
+
 def test_a_start_that_fails_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python waits at its end for all that threads have still to do."""
     cfg, go, drawn = tiny.config(1), threading.Event(), list[str]()
