@@ -139,12 +139,16 @@ def sequence_parallel(figure: Figure) -> None:
 
 
 def loss(figure: Figure) -> None:
-    rows, panel = tables("loss-325m")[0], figure.subplots()
-    for name in [name for name in rows[0] if name not in ("step", "tokens")]:
-        points = [(number(row["tokens"]), number(row[name])) for row in rows if row[name]]
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-    panel.set(xlabel="tokens seen, millions", ylabel="validation loss, nats per token")
-    panel.legend(fontsize=8)
+    """Draw the curves, which lie on each other, and beside them what each is above the first run in 16 bits."""
+    rows, (whole, apart) = tables("loss-325m")[0], figure.subplots(1, 2)
+    tokens, sixteen = numbers(rows, "tokens"), numbers(rows, "16 bits")
+    for name in ("INT8", "16 bits", "16 bits again"):
+        values = numbers(rows, name)
+        whole.plot(tokens, values, marker="o", markersize=3, label=name)
+        apart.plot(tokens, [value - base for value, base in zip(values, sixteen, strict=True)], "o-", markersize=3)
+    whole.set(xlabel="tokens seen, millions", ylabel="validation loss, nats per token")
+    apart.set(xlabel="tokens seen, millions", ylabel="less that of 16 bits")
+    whole.legend(fontsize=8)
 
 
 def start(figure: Figure) -> None:

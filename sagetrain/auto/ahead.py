@@ -27,8 +27,8 @@ def begin(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """On a GPU, draw weights and compile CUDA kernels in threads, and import torch's compiler beside them, here and in the
-    processes in which it will compile.
+    """On a GPU, draw weights and compile CUDA kernels in threads, and import torch's compiler beside them, here and in
+    the processes in which it will compile.
 
     The first rank of a host compiles kernels. The ranks that wait for its choices have imported the compiler meanwhile.
     Weights take up to a sixteenth of the host's memory.
