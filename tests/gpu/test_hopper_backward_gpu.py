@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernel_inputs import call_of
 from on_gpu import poisoned_memory  # noqa: F401
+from qk_inputs import random_qk
 from sagekernels import normed_attention, qk_norm_rope, sage_attention
 from sagekernels.hopper import HOPPER
 from sagekernels.hopper_backward import hopper_backward
 from sagekernels.observe import observed
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, call_of, exact_results, random_inputs, random_qk, rel_l2
+from sagekernels.testing import Shape, exact_results, random_inputs, rel_l2
 
 SERVED = torch.cuda.is_available() and HOPPER.serves(torch.cuda.get_device_capability())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SERVED, reason="needs an NVIDIA H100 or H200")]

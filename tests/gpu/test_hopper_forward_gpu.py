@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from kernel_inputs import call_of
 from on_gpu import poisoned_memory  # noqa: F401
 from sagekernels.hopper import HOPPER
 from sagekernels.reference import attention_reference, twin_forward
-from sagekernels.testing import Shape, call_of, random_inputs, rel_l2
+from sagekernels.testing import Shape, random_inputs, rel_l2
 
 SERVED = torch.cuda.is_available() and HOPPER.serves(torch.cuda.get_device_capability())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SERVED, reason="needs an NVIDIA H100 or H200")]

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from kernel_inputs import call_of
 from sagekernels import mma
 from sagekernels.mma import MMA, mma_backward, mma_forward
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, call_of, exact_results, random_inputs, rel_l2
+from sagekernels.testing import Shape, exact_results, random_inputs, rel_l2
 
 SERVED = torch.cuda.is_available() and MMA.serves(torch.cuda.get_device_capability())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SERVED, reason="needs an NVIDIA GPU of sm_80 to sm_120")]

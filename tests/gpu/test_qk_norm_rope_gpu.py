@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tiny
 from on_gpu import needs_gpu, poison
+from qk_inputs import qk_norm_rope_errors, random_qk
 from sagekernels.qk_norm_rope import (
     qk_norm_rope,
     qk_norm_rope_gradients_triton,
@@ -15,7 +16,6 @@ from sagekernels.qk_norm_rope import (
     qk_norm_rope_triton,
     qk_norm_rope_twin,
 )
-from sagekernels.testing import qk_norm_rope_errors, random_qk
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import attention
 from sagetrain.model.backends import Sage

@@ -16,11 +16,12 @@ import torch
 import first_pass
 import side_by_side
 from forked import PATIENCE, Command
+from kernel_inputs import call_of
 from runs import ROOT
 from sagekernels.backends import HOPPER, TRITON
 from sagekernels.call import RECIPES
 from sagekernels.launch import TABLE
-from sagekernels.testing import Shape, call_of, random_inputs
+from sagekernels.testing import Shape, random_inputs
 
 
 class Collected:

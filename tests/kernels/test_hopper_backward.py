@@ -14,10 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from emulator import Emulated, tensor_map, wrong_results
+from kernel_inputs import call_of
 from sagekernels import hopper_backward, nvrtc
 from sagekernels.hopper_forward import ARCHITECTURE
 from sagekernels.reference import twin_backward, twin_forward, visible
-from sagekernels.testing import Shape, call_of, random_inputs, random_sinks
+from sagekernels.testing import Shape, random_inputs, random_sinks
 
 SHARED_MEMORY = 227 * 1024
 INTERFACE = """

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from emulator import Emulated, wrong_results
+from kernel_inputs import call_of
 from sagekernels import nvrtc
 from sagekernels.mma import CAPABILITIES, KEYS, backward_defines, schedule
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, call_of, exact_results, random_inputs, random_sinks, rel_l2
+from sagekernels.testing import Shape, exact_results, random_inputs, random_sinks, rel_l2
 from sass import disassembled
 
 NAMES = ("dq", "dk", "dv")

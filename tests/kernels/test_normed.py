@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from qk_inputs import QKInputs, random_qk
 from sagekernels import backends, hopper, normed_attention, qk_norm_rope, sage_attention
 from sagekernels.call import RECIPES, BackwardCall, Gradients
 from sagekernels.normed import NORMED_BACKWARD
 from sagekernels.observe import observed
 from sagekernels.qk_norm_rope import projection_gradients
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import QKInputs, random_qk
 
 Inputs = tuple[list[Tensor], list]
 HEADS = (4, 2)

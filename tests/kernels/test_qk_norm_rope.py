@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import tiny
 from backward_graph import backward_calls
+from qk_inputs import qk_norm_rope_errors, random_qk
 from sagekernels.lowbit import LOW_BIT
 from sagekernels.matmul import Matmul
 from sagekernels.qk_norm_rope import (
@@ -17,7 +18,6 @@ from sagekernels.qk_norm_rope import (
     qk_norm_rope_gradients_twin,
     qk_norm_rope_twin,
 )
-from sagekernels.testing import qk_norm_rope_errors, random_qk
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import attention

@@ -8,13 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import sagekernels
-from kernel_inputs import chunk_bounds
+from kernel_inputs import call_of, chunk_bounds
 from sagekernels import attention_reference, default_recipe, sage_attention
 from sagekernels.admission import LIMITS
 from sagekernels.call import RECIPES
 from sagekernels.quantize import TILE, quantize_twin, token_mean
 from sagekernels.reference import ScoresOfCodes, document_bounds, twin_forward
-from sagekernels.testing import Shape, call_of, errors, exact_results, random_inputs, rel_l2, results_of
+from sagekernels.testing import Shape, errors, exact_results, random_inputs, rel_l2, results_of
 
 SHAPES = [
     Shape(2, 200, 200, 4, 2, 32),

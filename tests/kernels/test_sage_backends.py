@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from kernel_inputs import call_of
 from runs import ROOT
 from sagekernels import (
     backends,
@@ -22,7 +23,7 @@ from sagekernels import (
 from sagekernels.backends import BACKENDS, HOPPER, MMA, NAMED, TRITON, TWIN, serving
 from sagekernels.call import RECIPES, Backend, BackwardCall
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, call_of, random_inputs, results_of
+from sagekernels.testing import Shape, random_inputs, results_of
 
 CPU = torch.device("cpu")
 SHAPE = Shape(1, 70, 70, 2, 1, 64)

@@ -18,7 +18,8 @@ if not INSIDE:
         run_interpreted()
 
 else:
-    from kernel_inputs import chunk_bounds, random_swiglu, swiglu_gradients_error
+    from kernel_inputs import call_of, chunk_bounds, random_swiglu, swiglu_gradients_error
+    from qk_inputs import qk_norm_rope_errors, random_qk
     from sagekernels.backward import triton_backward
     from sagekernels.call import Projection
     from sagekernels.casts import E4M3, INT8, NUMBERS, largest_twin, quantize_both_triton, quantize_both_twin
@@ -40,7 +41,7 @@ else:
     )
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton, swiglu_triton
-    from sagekernels.testing import Shape, call_of, qk_norm_rope_errors, random_inputs, random_qk, random_sinks, rel_l2
+    from sagekernels.testing import Shape, random_inputs, random_sinks, rel_l2
 
     COMPILER_IMPORTED = "torch._dynamo" in sys.modules
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_inputs import call_of
 from sagekernels import observe, sage_attention
 from sagekernels.call import RECIPES
 from sagekernels.observe import Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
 from sagekernels.quantize import TILE, quantize_twin, token_mean
-from sagekernels.testing import Shape, call_of, exact_results, random_inputs, results_of
+from sagekernels.testing import Shape, exact_results, random_inputs, results_of
 
 EVERYTHING = 1 << 40
 

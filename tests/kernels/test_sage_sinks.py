@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from qk_inputs import random_qk
 from sagekernels import (
     admission,
     attention_reference,
@@ -30,7 +31,6 @@ from sagekernels.testing import (
     errors,
     exact_results,
     random_inputs,
-    random_qk,
     random_sinks,
     rel_l2,
     results_of,

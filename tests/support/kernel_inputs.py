@@ -6,9 +6,33 @@ import torch
 from torch import Tensor
 
 from sagekernels import backends
-from sagekernels.call import RecipeName
+from sagekernels.call import Call, RecipeName
 from sagekernels.router import router_logits
-from sagekernels.testing import Shape, call_of, rounding_errors
+from sagekernels.testing import Shape
+
+
+def rounding_errors(found: Tensor, exact: Tensor, float32: Tensor) -> float:
+    """Return the largest error of `found`, in units of one rounding to its dtype plus the error that float32 before it
+    allows."""
+    last_place = torch.finfo(found.dtype)
+    rounding = exact.abs() * (last_place.eps / 2) + last_place.smallest_normal * last_place.eps
+    return ((found.double() - exact).abs() / (rounding + float32)).amax().item()
+
+
+def call_of(
+    shape: Shape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: str,
+    *,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    sinks: Tensor | None = None,
+) -> Call:
+    """Make the call that a kernel gets for inputs of this shape."""
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    return Call(q, k, v, shape.bounds(q.device), shape.causal, scale, smooth_k, recipe, None, sinks)
 
 
 def random_swiglu(
