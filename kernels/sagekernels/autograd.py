@@ -11,10 +11,9 @@ from torch import Tensor
 
 from . import backends, observe, reference
 from .backends import NAMED, default_recipe
-from .call import RECIPES, BackendName, BackwardCall, Call, RecipeName, Saved, empty_terms
+from .call import RECIPES, BackendName, BackwardCall, Call, Options, RecipeName, Saved, empty_terms
 from .forward import document_bounds_triton
 from .operators import LIBRARY, autocast_dtype, operator
-from .quantize import Codes
 from .refusals import differentiated_once, one_of, refuse_transforms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,9 +80,9 @@ def sage_attention(
     """
     refuse_transforms(*_NAMED)
     q, k, v = autocast(q, k, v)
-    bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, window, recipe, backend)
+    options = settled(q, k, v, causal, scale, smooth_k, cu_seqlens, bounds, window, recipe, backend)
     check_sinks(q, sinks)
-    return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, recipe, backend, sinks))[0]
+    return FORWARD(q, k, v, *options, sinks)[0]
 
 
 def document_bounds(
@@ -120,14 +119,15 @@ def settled(
     v: Tensor,
     causal: bool,
     scale: float | None,
+    smooth_k: bool,
     cu_seqlens: Tensor | None,
     bounds: Tensor | None,
     window: int | None,
     recipe: str | None,
     backend: str | None,
-) -> tuple[Tensor | None, float, str]:
-    """Check the arguments of sage_attention. Return the bounds of documents and window, the factor on the scores and
-    the recipe, each with its default in the place of None."""
+) -> Options:
+    """Check the arguments of sage_attention but sinks, and return its options, each with its default in the place of
+    None."""
     recipe = default_recipe(q.device) if recipe is None else recipe
     check_backend(q, backend)
     if recipe not in RECIPES:
@@ -137,7 +137,8 @@ def settled(
     if bounds is not None and window is not None:
         raise ValueError("give bounds or a window, not both: bounds are document_bounds(cu_seqlens, N, window)")
     window = reference.hiding_window(window, q.shape[1], k.shape[1])
-    return bounds_of(q, cu_seqlens, bounds, window), scale_of(q, scale), recipe
+    bounds = bounds_of(q, cu_seqlens, bounds, window)
+    return Options(bounds, causal, scale_of(q, scale), smooth_k, recipe, backend)
 
 
 def bounds_apart(q: Tensor, k: Tensor, causal: bool, bounds: Tensor) -> bool:
@@ -252,8 +253,7 @@ def _forward(
         return _forward_fake(*call)
     o, saved = backends.forward(call)
     observe.forward(call, saved)
-    rest = (saved.k_mean, saved.sink_scores)
-    return o, saved.lse, *saved.q, *saved.k, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
+    return o, *saved.tensors
 
 
 def _forward_fake(*arguments) -> Eight:
@@ -293,19 +293,12 @@ def _backward(
     scale: float,
     recipe: str,
     backend: str | None,
-    has_sinks: bool,
 ) -> Four:
     """Return dq, dk and dv, contiguous, and the gradient of the sinks, which is empty if there are none."""
-    of_sinks = do.new_empty(do.shape[2] * has_sinks, dtype=torch.float32)
+    of_sinks = _empty_of_sinks(do, sink_scores)
     if do.numel() == 0:  # Without a query, the gradients of keys and values are zeros.
         return *(torch.zeros(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v)), of_sinks.zero_()
-    saved = Saved(
-        lse,
-        Codes(q_codes, q_scale),
-        Codes(k_codes, k_scale),
-        k_mean if k_mean.numel() else None,
-        sink_scores if has_sinks else None,
-    )
+    saved = Saved.of(lse, q_codes, q_scale, k_codes, k_scale, k_mean, sink_scores)
     call = BackwardCall(do, v, o, saved, bounds, causal, scale, recipe, backend, empty_terms(saved))
     grads = backends.backward(call)
     if call.sink_terms is not None:
@@ -316,7 +309,12 @@ def _backward(
 
 def _backward_fake(do: Tensor, v: Tensor, *others) -> Four:
     grads = (torch.empty(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v))
-    return *grads, do.new_empty(do.shape[2] * others[-1], dtype=torch.float32)
+    return *grads, _empty_of_sinks(do, others[7])
+
+
+def _empty_of_sinks(do: Tensor, sink_scores: Tensor) -> Tensor:
+    """Return memory for the gradient of the sinks. Without sinks the scores are one empty dim, and so is the memory."""
+    return do.new_empty(do.shape[2] * (sink_scores.dim() > 1), dtype=torch.float32)
 
 
 def _document_bounds(cu_seqlens: Tensor, length: int, window: int | None = None) -> Tensor:
@@ -340,7 +338,7 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)  # Materialized gradients would be zeros as large as `saved`.
         ctx.save_for_backward(call.v, call.bounds, o, *saved)
-        ctx.options = (call.causal, call.scale, call.recipe, call.backend, call.sinks is not None)
+        ctx.options = call.causal, call.scale, call.recipe, call.backend
         ctx.of_sinks = None if call.sinks is None else call.sinks.dtype
         return outputs
 

@@ -57,6 +57,29 @@ class Saved(NamedTuple):
     # The score of the sink beside those of each query, in the unit of lse, float32 [B, H, N_q], if there are sinks.
     sink_scores: Tensor | None = None
 
+    @classmethod
+    def of(cls, lse: Tensor, *others: Tensor) -> "Saved":
+        """Put together what `tensors` returned, for a call that has queries. The last tensor may be left out."""
+        q_codes, q_scale, k_codes, k_scale, *rest = others
+        return cls(lse, Codes(q_codes, q_scale), Codes(k_codes, k_scale), *(x if x.numel() else None for x in rest))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All tensors, as operators return them: a tensor that a call does not have is an empty one."""
+        mean, own = (self.lse.new_empty(0) if x is None else x for x in (self.k_mean, self.sink_scores))
+        return self.lse, *self.q, *self.k, mean, own
+
+
+class Options(NamedTuple):
+    """The options of one call of attention, checked, in the order of Call."""
+
+    bounds: Tensor | None
+    causal: bool
+    scale: float
+    smooth_k: bool
+    recipe: str
+    backend: str | None
+
 
 class BackwardCall(NamedTuple):
     """The inputs and options of one backward pass, checked."""

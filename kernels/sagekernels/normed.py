@@ -4,16 +4,17 @@ Forward it is qk_norm_rope and then sage_attention, by their operators. Backward
 compute the gradient of the projection without writing those of q and k in between (call.Backend.projection).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from . import backends
 from .autograd import FORWARD, sage_attention, settled
-from .call import BackendName, BackwardCall, Projection, ProjectionGradients, RecipeName, Saved
+from .call import BackendName, BackwardCall, Options, Projection, ProjectionGradients, RecipeName, Saved
 from .operators import autocast_dtype, operator
 from .qk_norm_rope import QK_NORM_ROPE, check_projection, projection_gradients, qk_norm_rope
-from .quantize import Codes
 from .refusals import differentiated_once, refuse_transforms
 
 
@@ -54,17 +55,15 @@ def normed_attention(
     check_projection(q, k, v, q_gain, k_gain, cos, sin)
     if q.shape[0] % batch:
         raise ValueError(f"{q.shape[0]} tokens are not {batch} sequences of one length")
-    seen = {"cu_seqlens": cu_seqlens, "bounds": bounds, "window": window}
-    options = {"causal": causal, "smooth_k": smooth_k, "backend": backend, **seen}
     # Autocast may change the dtype between the two, and sinks change dQ before it goes on.
     if sinks is not None or autocast_dtype(q) is not None:
         rows = (x.unflatten(0, (batch, -1)) for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps))
-        return sage_attention(*rows, scale=scale, sinks=sinks, recipe=recipe, **options)
+        seen = {"cu_seqlens": cu_seqlens, "bounds": bounds, "window": window, "sinks": sinks}
+        how = {"causal": causal, "scale": scale, "smooth_k": smooth_k, "recipe": recipe, "backend": backend}
+        return sage_attention(*rows, **seen, **how)
     sequences = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
-    bounds, scale, recipe = settled(*sequences, causal, scale, cu_seqlens, bounds, window, recipe, backend)
-    return _NormedAttention.apply(
-        q, k, v, q_gain, k_gain, cos, sin, eps, batch, bounds, causal, scale, smooth_k, recipe, backend
-    )
+    options = settled(*sequences, causal, scale, smooth_k, cu_seqlens, bounds, window, recipe, backend)
+    return _NormedAttention.apply(q, k, v, q_gain, k_gain, cos, sin, eps, batch, *options)
 
 
 def _rows(x: Tensor, batch: int, head_dim: int) -> Tensor:
@@ -96,8 +95,7 @@ def _normed_backward(
     eps: float,
 ) -> ProjectionGradients:
     projection = Projection(q, k, q_gain, k_gain, cos, sin, eps)
-    mean = k_mean if k_mean.numel() else None
-    saved = Saved(lse, Codes(q_codes, q_scale), Codes(k_codes, k_scale), mean)
+    saved = Saved.of(lse, q_codes, q_scale, k_codes, k_scale, k_mean)
     call = BackwardCall(do, v, o, saved, bounds, causal, scale, recipe, backend)
     if do.numel() == 0:
         return projection_gradients((do, torch.zeros_like(v), torch.zeros_like(v)), projection)
@@ -120,28 +118,24 @@ class _NormedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor,
-        eps: float, batch: int, bounds: Tensor | None, causal: bool, scale: float, smooth_k: bool, recipe: str,
-        backend: str | None,
+        eps: float, batch: int, *options: Any,
     ) -> Tensor:  # fmt: skip
         normed = QK_NORM_ROPE(q, k, q_gain, k_gain, cos, sin, eps)
         rows_q, rows_k = (x.unflatten(0, (batch, -1)) for x in normed)
         rows_v = _rows(v, batch, len(q_gain))
-        o, *saved = FORWARD(rows_q, rows_k, rows_v, bounds, causal, scale, smooth_k, recipe, backend)
-        lse, q_codes, q_scale, k_codes, k_scale, k_mean, _ = saved
-        kept = (o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds)
-        ctx.save_for_backward(v, *kept, q, k, q_gain, k_gain, cos, sin)
-        ctx.options = batch, causal, scale, recipe, backend, eps
+        o, *saved, _ = FORWARD(rows_q, rows_k, rows_v, *options)
+        call = Options(*options)
+        ctx.save_for_backward(v, o, *saved, call.bounds, q, k, q_gain, k_gain, cos, sin)
+        ctx.options = batch, call.causal, call.scale, call.recipe, call.backend, eps
         return o
 
     @staticmethod
     @differentiated_once(*_NAMED)
     def backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
-        v, o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds, q, k, *rest = ctx.saved_tensors
+        v, o, *saved, q, k, q_gain, k_gain, cos, sin = ctx.saved_tensors
         batch, *options, eps = ctx.options
-        of_qkv, of_gains = NORMED_BACKWARD(
-            do, _rows(v, batch, o.shape[-1]), o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds, *options,
-            q, k, *rest, eps,
-        )  # fmt: skip
+        projected = q, k, q_gain, k_gain, cos, sin, eps
+        of_qkv, of_gains = NORMED_BACKWARD(do, _rows(v, batch, o.shape[-1]), o, *saved, *options, *projected)
         # The split names the sizes as in qk_norm_rope, because torch.compile then knows that the pieces, joined again,
         # are the whole.
         of_q, of_k, of_v = of_qkv.split([q.shape[1], k.shape[1], k.shape[1]], 1)

@@ -215,7 +215,7 @@ def test_the_operators_keep_torchs_rules(smooth_k: bool) -> None:
     torch.library.opcheck(torch.ops.sagekernels.forward, arguments)
     with torch.no_grad():
         o, *saved = torch.ops.sagekernels.forward(*arguments)
-    arguments = (inputs[3], inputs[2], o, *saved, None, True, 0.2, "fine", "twin", True)
+    arguments = (inputs[3], inputs[2], o, *saved, None, True, 0.2, "fine", "twin")
     torch.library.opcheck(torch.ops.sagekernels.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
