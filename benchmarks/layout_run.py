@@ -41,14 +41,11 @@ FLAGS = {
     "halves": "parallel.tensor_parallel_overlap=on",
     "whole": "parallel.tensor_parallel_overlap=off",
     "g16": "parallel.gradient_reduction=bf16",
-    "overlap": "deepspeed.zero_optimization.overlap_comm=true",
-    "sync": "deepspeed.zero_optimization.overlap_comm=false",
     "fsdp": "parallel.engine=fsdp",
     "deepspeed": "parallel.engine=deepspeed",
     "moments16": "optimizer.moments=bf16",
     "offload": "parallel.engine=fsdp parallel.offload=optimizer",
     "alloffload": "parallel.engine=fsdp parallel.offload=all",
-    "owners": "deepspeed.zero_optimization.use_multi_rank_bucket_allreduce=false",
 }
 """The settings of the parts of a layout's name that are on or off."""
 ARITHMETIC = {

@@ -9,11 +9,9 @@ A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context 
 (chunks of a stage), z (ZeRO stage, 1 by default), m (data.micro_batch_size) and sp (sequence parallel). A size that is
 left out is 1, or as configured. Under tensor parallelism a micro-batch goes in `halves` or `whole`, or else as
 parallel.tensor_parallel_overlap: auto decides. Backward recomputes with `selective` or `full`. The engine is DeepSpeed
-with deepspeed, torch's FSDP2 with fsdp, or else as configured. DeepSpeed's gradients travel in bf16 with g16, beside
-backward with overlap (ZeRO 2), not beside it with sync (ZeRO 3), and by reduces to their owners with owners (ZeRO 2;
-docs/deepspeed.md): dp2-g16,dp2-z2-overlap,dp2-z2-owners,dp2-z3-sync. moments16 keeps the moments in bf16:
-pp4-v2-moments16. With offload and alloffload FSDP2 keeps the optimizer's state, or everything, in the host's
-memory: dp2-offload,dp2-z3-alloffload.
+with deepspeed, torch's FSDP2 with fsdp, or else as configured. DeepSpeed's gradients travel in bf16 with g16
+(docs/deepspeed.md): dp2-g16. moments16 keeps the moments in bf16: pp4-v2-moments16. With offload and alloffload FSDP2
+keeps the optimizer's state, or everything, in the host's memory: dp2-offload,dp2-z3-alloffload.
 
 It also names its arithmetic, if that is not as configured: linear layers in `bf16`, `int8` or `fp8`,
 attention by `sdpa` or `scores`, and `noqk` for a model without QK-norm.

@@ -38,6 +38,11 @@ FORMER = (
         "leave it out",
     ),
     FormerKey(
+        ("deepspeed",),
+        "further keys of DeepSpeed made no run as fast as parallel.engine fsdp (results/gradients, results/engines)",
+        "leave it out: SageTrain writes all of DeepSpeed's configuration",
+    ),
+    FormerKey(
         ("attention", "recipe"),
         "where scores are large INT8 in the products of the gradients alone erred less than other recipes, and 16 bits "
         "err less still",

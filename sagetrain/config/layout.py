@@ -6,7 +6,7 @@ Engines, prices, rules, the start line and `plan` read its fields. No other modu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import RunConfig
@@ -64,8 +64,6 @@ class Layout:
     fetches those of blocks itself, and sums and reduces gradients itself."""
     reduced: Literal["never", "once a step", "in every micro-step"]
     """The times at which gradients leave the rank, for other replicas or for the host's memory."""
-    reduces_beside: bool
-    """Whether gradients are reduced beside the backward pass (docs/gradients.md)."""
     whole_between_passes: bool
     """Whether a rank holds whole weights between passes. At ZeRO 3 it may hold only a part, except in groups of one
     rank."""
@@ -120,7 +118,6 @@ class Layout:
             micro_step=cfg.data.micro_batch_size * cfg.data.seq_length * (replicas // context),
             hooks="never" if rests else "every micro-step",
             reduced="never" if alone else "once a step" if stage < 2 else "in every micro-step",
-            reduces_beside=not by_deepspeed or bool(zero_optimization(cfg).get("overlap_comm")),
             whole_between_passes=stage < 3 or parallel.shard_size == 1,
             not_recorded=refusal,
             recorded=cfg.training.cuda_graphs != "off" and refusal is None,
@@ -184,23 +181,10 @@ class Layout:
         return f"ZeRO {self.zero_stage} by FSDP2{over}"
 
 
-def only_deepspeed(cfg: RunConfig) -> str | None:
-    """Return the key that asks for what DeepSpeed has and FSDP2 has not, or None."""
-    if cfg.deepspeed:
-        return "deepspeed"
-    return "parallel.gradient_reduction" if cfg.parallel.gradient_reduction == "bf16" else None
-
-
-def zero_optimization(cfg: RunConfig) -> dict[str, Any]:
-    """Return the section deepspeed.zero_optimization; empty where it is none, which config/rules refuses."""
-    section = cfg.deepspeed.get("zero_optimization", {})
-    return section if isinstance(section, dict) else {}
-
-
 def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
     if cfg.parallel.engine != "auto":
         return cfg.parallel.engine
-    return "deepspeed" if only_deepspeed(cfg) else "fsdp"
+    return "deepspeed" if cfg.parallel.gradient_reduction == "bf16" else "fsdp"
 
 
 def _not_recorded(cfg: RunConfig, world_size: int) -> Refusal | None:

@@ -136,8 +136,6 @@ def describe(slot: Slot) -> str:
         return " ".join(["a list", *([least] if least else []), f"whose items are each {describe(Slot(args[0]))}"])
     if origin is tuple:
         return f"a list of {len(args)}, each {describe(Slot(args[0]))}"
-    if origin is dict:
-        return "a section of any keys"
     if annotation is str and any(hasattr(m, "min_length") for m in _constraints(metadata)):
         return "text that is not empty"
     if annotation is str and (patterns := [m.pattern for m in metadata if getattr(m, "pattern", None)]):

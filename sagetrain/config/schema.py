@@ -84,8 +84,6 @@ class RunConfig(Section):
     """Write traces of some steps to run_dir/profile, for chrome://tracing or Perfetto. Default: none."""
     stability: StabilityConfig = StabilityConfig()
     guidance: GuidanceConfig = GuidanceConfig()
-    deepspeed: dict[str, Any] = {}
-    """Further keys of DeepSpeed. Only the keys of docs/gradients.md, which were tested, are allowed."""
 
     def changed(self, sections: Mapping[str, Mapping[str, object]]) -> RunConfig:
         """Return the configuration with other values of some keys, by section. Nothing is checked."""

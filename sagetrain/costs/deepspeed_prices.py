@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sagetrain.config.layout import Layout, zero_optimization
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import MemoryItem, rank_of
 
-# DeepSpeed's defaults for deepspeed.zero_optimization, in elements. The first one also bounds the gradients that stage
-# 1 flattens.
+# DeepSpeed's default for zero_optimization.reduce_bucket_size, in elements. It also bounds the gradients that stage 1
+# flattens.
 _REDUCE_BUCKET = 500_000_000
 # Bytes moved by ZeRO stage: per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step. These are for bf16.
@@ -26,15 +26,9 @@ _CONVERTED = {0: 0, 1: 0, 2: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 
 
-def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
-    """Return deepspeed.zero_optimization.reduce_bucket_size, in elements.
-
-    The YAML's value is taken if there is one. Otherwise it is DeepSpeed's default, but no more than the parameters of
-    the rank, since stage 2 allocates the whole bucket.
-    """
-    given = zero_optimization(cfg).get("reduce_bucket_size")
-    if given is not None:
-        return int(given)
+def reduce_bucket_size(parameters: int) -> int:
+    """Return zero_optimization.reduce_bucket_size, in elements: DeepSpeed's default, but no more than the parameters of
+    the rank, since stage 2 allocates the whole bucket."""
     return min(_REDUCE_BUCKET, parameters)
 
 
@@ -71,19 +65,18 @@ def reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, Me
     that travel in bf16 are converted.
     """
     stage, sixteen_bit = layout.zero_stage, cfg.training.dtype == "bf16"
-    bucket = reduce_bucket_size(cfg, size)
-    full, narrow = min(bucket, size), cfg.parallel.gradient_reduction == "bf16"
+    bucket, narrow = reduce_bucket_size(size), cfg.parallel.gradient_reduction == "bf16"
     if stage == 0:
         held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
     elif stage == 1:
         flat = 2 * narrow * size + (4 * size if size <= _REDUCE_BUCKET else 0)
         held, copied = (0, flat) if sixteen_bit else (4 * bucket, 0)
     else:
-        held, copied = (2 * bucket, (2 if narrow else 6) * full) if sixteen_bit else (4 * bucket, 8 * full)
+        held, copied = (2 * bucket, (2 if narrow else 6) * bucket) if sixteen_bit else (4 * bucket, 8 * bucket)
     return (
-        MemoryItem("bucket", held, "gradients on their way: deepspeed.zero_optimization.reduce_bucket_size"),
+        MemoryItem("bucket", held, "gradients on their way"),
         MemoryItem("reduction", copied, "copies of the gradients that go to other ranks"),
-        0.0 if stage < 2 else 1 - full / size,
+        0.0 if stage < 2 else 1 - bucket / size,
     )
 
 
@@ -112,25 +105,16 @@ class Exchange(NamedTuple):
     calls: int
     payload: int
     """Bytes of one call."""
-    beside: float
-    """Seconds of computation that run beside the calls."""
 
 
-def exchanges(cfg: RunConfig, layout: Layout, size: int, accumulation: int, compute: float) -> Iterator[Exchange]:
-    """Yield the collectives of a step of `accumulation` micro-steps, as engines/deepspeed has them.
-
-    Gradients are all-reduced: at stages 0 and 1 once a step, behind the last backward pass; at 2 in every micro-step,
-    and without use_multi_rank_bucket_allreduce by a reduce to each owner. With overlap_comm the backward pass, two
-    thirds of `compute`, hides those of stage 2.
-    """
-    stage, element, bucket = layout.zero_stage, rank_of(cfg).element, reduce_bucket_size(cfg, size)
-    buckets = -(-size // bucket) if stage > 1 else 1
-    kind = "all-reduce"
-    if stage == 2 and zero_optimization(cfg).get("use_multi_rank_bucket_allreduce") is False:
-        kind, buckets = "reduce", buckets + layout.replicas - 1  # A part that has two owners is cut.
+def exchanges(cfg: RunConfig, layout: Layout, size: int, accumulation: int) -> Iterator[Exchange]:
+    """Yield the collectives of a step of `accumulation` micro-steps, as engines/deepspeed has them. Nothing runs beside
+    them. Gradients are all-reduced: at stages 0 and 1 once a step, behind the last backward pass; at 2 in every
+    micro-step."""
+    stage = layout.zero_stage
+    buckets = -(-size // reduce_bucket_size(size)) if stage > 1 else 1
     wide = 2 if _bf16_gradients(cfg) else 4
     calls = accumulation * buckets if stage > 1 else buckets
-    hidden = 2 * compute / 3 if stage > 1 and layout.reduces_beside and kind != "reduce" else 0.0
-    yield Exchange("gradients", kind, calls, wide * size // buckets, hidden)
+    yield Exchange("gradients", "all-reduce", calls, wide * size // buckets)
     if stage > 0:
-        yield Exchange("new weights", "all-gather", 1, element * size, 0.0)
+        yield Exchange("new weights", "all-gather", 1, rank_of(cfg).element * size)

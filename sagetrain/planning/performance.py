@@ -400,8 +400,8 @@ class _Step:
             return []
         if layout.engine == "fsdp":
             return list(self._fsdp(compute / self.accumulation))
-        exchanges = deepspeed_prices.exchanges(self.cfg, layout, size, self.accumulation, compute)
-        return [_beside(self._collective("data", *each[:4]), each.beside) for each in exchanges]
+        exchanges = deepspeed_prices.exchanges(self.cfg, layout, size, self.accumulation)
+        return [self._collective("data", *each) for each in exchanges]
 
     def _fsdp(self, compute: float) -> Iterator[CollectiveTime]:
         """Yield the collectives of FSDP2, as engines/fsdp.py has them, beside micro-steps of `compute` seconds.

@@ -30,7 +30,7 @@ from sagetrain.training import inputs
 
 ASSUMED_VOCAB_SIZE = 32_768
 # Without these rules the numbers would mean nothing.
-_NO_MODEL = {"deepspeed_type", "grouped_query_heads", "linear_precision_of_gpu"}
+_NO_MODEL = {"grouped_query_heads", "linear_precision_of_gpu"}
 _SPLITS = {
     "tensor_parallel_split",
     "tensor_parallel_vocab",

@@ -39,15 +39,12 @@ def test_layouts(world: int | None, parallel: dict[str, Any], dtype: str, fields
     assert layout.data * layout.context * layout.tensor * layout.stages == layout.world_size and layout.even
     assert layout.micro_step == 2 * 1024 * layout.data
     assert layout.whole_between_passes == (layout.zero_stage < 3)
-    assert layout.reduces_beside == (layout.engine == "fsdp")
     assert layout.recorded == (layout.not_recorded is None)
 
 
 def test_settings_that_override_a_layout() -> None:
     apart = Layout.of(run_config(parallel={"zero_stage": 3, "shard_size": 1}), 4)
     assert (apart.whole_between_passes, apart.shards, apart.copies) == (True, 1, 4)
-    asked = {"zero_optimization": {"overlap_comm": True}}
-    assert Layout.of(run_config(deepspeed=asked, parallel={"zero_stage": 2})).reduces_beside
     assert not Layout.of(run_config(training={"cuda_graphs": "off"})).recorded
     assert not Layout.of(run_config(parallel={"tensor_parallel_size": 4}), 6).even
 

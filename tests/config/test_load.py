@@ -104,7 +104,6 @@ def test_overrides(tmp_path):
             "tokens_per_step={schedule: constant, tokens: 262_144}",
             "optimizer.betas=[0.8, 0.99]",
             "model.vocab_size=null",
-            "deepspeed.comms_logger.enabled=true",
             "optimizer.lr=2e-3",
         ],
     )
@@ -114,7 +113,6 @@ def test_overrides(tmp_path):
     assert config.data.valid[0].weight == 2
     assert config.tokens_per_step.tokens == 262144
     assert config.optimizer.betas == (0.8, 0.99)
-    assert config.deepspeed == {"comms_logger": {"enabled": True}}
 
 
 def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
@@ -167,7 +165,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("data:\n", "logging: []\ndata:\n", "logging = []: must be a section: {every_steps, tensorboard, layer_norms_every_steps, wandb}"),
         ("data:\n", "guidance: {override: x}\ndata:\n", 'guidance.override = "x": must be a list whose items are each text'),
         ("data:\n", "guidance: {override: [1]}\ndata:\n", "guidance.override.0 = 1: must be text"),
-        ("data:\n", "deepspeed: 1\ndata:\n", "deepspeed = 1: must be a section of any keys"),
+        ("data:\n", "deepspeed: {log_level: info}\ndata:\n", "is no longer there: further keys of DeepSpeed made no run as fast"),
         ("    - {path: a, weight: 3}\n    - path: b\n", "    []\n", "data.train = []: must be a list of at least one item"),
         ("    - {path: a, weight: 3}\n    - path: b\n", "    a\n", 'data.train = "a": must be a list of at least one item'),
         ("    - path: b\n", "    - b\n", 'data.train.1 = "b": must be a section: {path, weight}'),
@@ -467,7 +465,6 @@ def configs(draw) -> RunConfig:
                 "compile": draw(st.sampled_from(["on", "off"])),
             },
             "guidance": {"override": draw(st.lists(words | awkward, max_size=2))},
-            "deepspeed": draw(st.dictionaries(words | awkward, trees, max_size=3)),
         }
     )
 

@@ -2,18 +2,14 @@
 """Combinations that cannot run are found before any process group starts. Each finding has numbers and a way out."""
 
 import re
-from pathlib import Path
 
 import pytest
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from checked_config import check_found, only, run_config
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check
 from sagetrain.config.load import load_config
 from sagetrain.config.rules import fit
-from sagetrain.config.rules.deepspeed import PROVEN
-from sagetrain.engines.deepspeed.deepspeed_config import deepspeed_config
 
 
 def staged(*pairs: tuple[int, int]) -> dict:
@@ -211,24 +207,18 @@ CASES = [
      "sage_in_fp32", "info", "training.dtype", "on a machine without a GPU only", "bf16"),
     ({"parallel": {"gradient_reduction": "bf16"}, "training": {"dtype": "fp32"}}, 1,
      "gradient_reduction_in_fp32", "error", "parallel.gradient_reduction", "would round the gradients of a run in fp32", "use fp32, or"),
-    ({"deepspeed": {"zero_optimization": {"overlap_comm": True}}, "training": {"dtype": "fp32"}}, 1,
-     "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2: at 0 and 1", "parallel.zero_stage 2"),
-    ({"deepspeed": {"zero_optimization": {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}}, "parallel": {"zero_stage": 2}}, 1,
-     "deepspeed_overlap", "warning", "deepspeed.zero_optimization.overlap_comm", "waits for the GPU before each reduce", "use one of the two"),
     ({"parallel": {"gradient_reduction": "bf16", "zero_stage": 3}}, 1,
      "zero_3_of_deepspeed", "error", "parallel.zero_stage", "by FSDP2 alone, and parallel.engine auto is deepspeed", "leave parallel.gradient_reduction out"),
     ({"parallel": {"engine": "deepspeed", "zero_stage": 0}}, 1,
      "zero_0_in_bf16", "info", "parallel.zero_stage", "0: runs as stage 1", ""),
-    ({"parallel": {"engine": "fsdp"}, "deepspeed": {"zero_optimization": {"overlap_comm": True}}}, 1,
-     "deepspeed_of_fsdp", "error", "deepspeed", "parallel.engine is fsdp, which reads none of them", "remove the section, or set parallel.engine: deepspeed"),
     ({"parallel": {"engine": "fsdp", "gradient_reduction": "bf16"}}, 1,
      "gradient_reduction_of_fsdp", "error", "parallel.gradient_reduction", "one precision for both sums", "use fp32, or"),
     ({"parallel": {"engine": "deepspeed", "shard_size": 2}}, 4,
      "shard_size_of_deepspeed", "error", "parallel.shard_size", "2: is for parallel.engine fsdp", "set parallel.engine: fsdp"),
     ({"parallel": {"shard_size": 2, "gradient_reduction": "bf16"}}, 4,
      "shard_size_of_deepspeed", "error", "parallel.shard_size", "auto is deepspeed with parallel.gradient_reduction", "leave parallel.gradient_reduction out"),
-    ({"parallel": {"offload": "optimizer"}, "deepspeed": {"wall_clock_breakdown": True}}, 1,
-     "offload_of_deepspeed", "error", "parallel.offload", "auto is deepspeed with the section deepspeed, which only", "leave the section deepspeed out, or set offload: none"),
+    ({"parallel": {"offload": "optimizer", "gradient_reduction": "bf16"}}, 1,
+     "offload_of_deepspeed", "error", "parallel.offload", "auto is deepspeed with parallel.gradient_reduction, which only", "leave parallel.gradient_reduction out, or set offload: none"),
     ({"parallel": {"engine": "fsdp", "shard_size": 3, "tensor_parallel_size": 2}}, 8,
      "shard_size", "error", "parallel.shard_size", "3: does not divide the 4 replicas of this launch (8 ranks over tensor_parallel_size 2)", "use 1, 2, 4, or null"),
     ({"parallel": {"engine": "fsdp", "shard_size": 2, "zero_stage": 0}}, 2,
@@ -261,30 +251,6 @@ CASES = [
      "data_files", "warning", "training.init_from", "no checkpoint there", "`sagetrain import` wrote"),
     ({"training": {"init_moments": True}}, 1,
      "no_effect", "warning", "training.init_moments", "has no effect with no training.init_from", "remove"),
-    ({"deepspeed": {"zero_optimization": 3}}, 1,
-     "deepspeed_type", "error", "deepspeed.zero_optimization", "3: must be a section", "write keys below it"),
-    ({"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}, 1,
-     "deepspeed_unsupported", "error", "deepspeed.zero_optimization.offload_optimizer", "where checkpoints do not find it", "zero_stage"),
-    ({"deepspeed": {"comm_logger": {}}}, 1,
-     "deepspeed_unknown", "error", "deepspeed.comm_logger", "some spoil checkpoints", "did you mean comms_logger?"),
-    ({"deepspeed": {"gradient_predivide_factor": 2.0}}, 1,
-     "deepspeed_unknown", "error", "deepspeed.gradient_predivide_factor", "some spoil checkpoints", "docs/gradients.md"),
-    ({"deepspeed": {"zero_optimization": {"overlap_com": True}}}, 1,
-     "deepspeed_unknown", "error", "deepspeed.zero_optimization.overlap_com", "some spoil checkpoints", "did you mean overlap_comm?"),
-    ({"deepspeed": {"zero_optimization": {"qwertz": 1}}}, 1,
-     "deepspeed_unknown", "error", "deepspeed.zero_optimization.qwertz", "some spoil checkpoints", "remove it"),
-    ({"deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}, 1,
-     "deepspeed_unsupported", "error", "deepspeed.zero_optimization.round_robin_gradients", "each other's names", "remove it"),
-    ({"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8}}}, 1,
-     "deepspeed_unsupported", "error", "deepspeed.zero_optimization.zero_hpz_partition_size", "DeepSpeed's ZeRO 3", "parallel.engine fsdp"),
-    ({"deepspeed": {"zero_optimization": {"reduce_scatter": "maybe"}}}, 1,
-     "deepspeed_type", "error", "deepspeed.zero_optimization.reduce_scatter", "true or false", "true or false"),
-    ({"deepspeed": {"timers": {"throughput": {"enabled": 1}}}}, 1,
-     "deepspeed_type", "error", "deepspeed.timers.throughput.enabled", "true or false", "true or false"),
-    ({"deepspeed": {"comms_logger": {"prof_ops": "all_reduce"}}}, 1,
-     "deepspeed_type", "error", "deepspeed.comms_logger.prof_ops", "list of names", "[all_reduce, broadcast]"),
-    ({"deepspeed": {"log_level": "INFO"}}, 1,
-     "deepspeed_type", "error", "deepspeed.log_level", "one of debug, info", "one of them"),
 ]  # fmt: skip
 
 
@@ -312,89 +278,6 @@ def test_a_length_that_a_fix_names_is_right_for_all_rules():
     fitting = [int(number) for number in re.findall(r"\d+", finding.fix.split(",")[0])]
     assert finding.rule == "gather_of_tokens" and fitting == [768, 1536]
     assert [about_length(length) for length in fitting] == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("key", "ours"),
-    [
-        ("train_batch_size", "tokens_per_step"),
-        ("train_micro_batch_size_per_gpu", "data.micro_batch_size"),
-        ("gradient_accumulation_steps", "tokens_per_step"),
-        ("managed_gradient_accumulation", "tokens_per_step"),
-        ("optimizer", "optimizer"),
-        ("scheduler", "lr_schedule"),
-        ("gradient_clipping", "optimizer.clip_grad"),
-        ("bf16", "training.dtype"),
-        ("fp16", "training.dtype"),
-        ("data_types", "training.dtype"),
-        ("communication_data_type", "parallel.gradient_reduction"),
-        ("checkpoint", "checkpoint"),
-        ("tensor_parallel", "parallel.tensor_parallel_size"),
-        ("sequence_parallel_size", "parallel.context_parallel_size"),
-        ("activation_checkpointing", "training.activation_checkpointing"),
-        ("steps_per_print", "logging.every_steps"),
-    ],
-)
-def test_deepspeed_keys_that_are_generated_are_refused(key, ours):
-    finding = only(fit(run_config(deepspeed={key: 1}), 1))
-    assert (finding.rule, finding.level, finding.key) == ("deepspeed_duplicate", "error", f"deepspeed.{key}")
-    assert finding.fix == f"remove it and set {ours}"
-
-
-def test_the_zero_stage_is_refused_inside_the_deepspeed_section():
-    finding = only(fit(run_config(deepspeed={"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**6}}), 1))
-    assert finding.key == "deepspeed.zero_optimization.stage"
-    assert finding.fix == "remove it and set parallel.zero_stage"
-
-
-def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
-    """The test asks the engine itself, so that a key that is added there cannot be forgotten here."""
-    generated = deepspeed_config(run_config(parallel={"engine": "deepspeed"}), 1, 4, parameters=10**6)
-    zero = generated.pop("zero_optimization")
-    # The YAML may replace these defaults and the next one.
-    assert zero.pop("reduce_bucket_size") == 10**6 and zero.pop("overlap_comm") is False
-    timers = {"throughput": {"enabled": not generated.pop("timers")["throughput"]["enabled"]}}
-    assert deepspeed_config(run_config(deepspeed={"timers": timers}), 1, 4, parameters=10**6)["timers"] == timers
-    findings = fit(run_config(deepspeed={**generated, "zero_optimization": zero}), 1)
-    refused = {f.key.removeprefix("deepspeed.") for f in findings if f.rule == "deepspeed_duplicate"}
-    assert refused == {*generated, *(f"zero_optimization.{key}" for key in zero)}
-
-
-@pytest.mark.parametrize(("key", "least"), [("reduce_bucket_size", 1)])
-def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
-    for value in ("auto", "2e8", None, True, 1.5, float("inf"), float("nan"), least - 1, [1]):
-        finding = only(fit(run_config(deepspeed={"zero_optimization": {key: value}}), 1))
-        assert (finding.rule, finding.level) == ("deepspeed_type", "error")
-        assert (finding.key, finding.value) == (f"deepspeed.zero_optimization.{key}", value)
-        assert finding.message == f"must be a whole number of elements, {least} or more"
-        assert finding.fix == "write a number such as 2e8, or leave it out for the default"
-    odd = fit(run_config(deepspeed={"zero_optimization": {"allgather_bucket_size": 10**6 + 1}}), 1)
-    assert only(odd).message == "must be an even number of elements, 2 or more"
-    for value in (2e8, 10**6, least):
-        assert fit(run_config(deepspeed={"zero_optimization": {key: value}}, parallel={"zero_stage": 2}), 1) == []
-
-
-def test_every_key_of_deepspeed_was_tried_or_is_refused():
-    """The test asks DeepSpeed, so that a new version of it cannot bring a key that passes."""
-    fields = DeepSpeedZeroConfig.model_fields
-    names = {name for known, field in fields.items() for name in (known, field.alias) if name}
-    there = {f"zero_optimization.{name}" for name in names}
-    assert {key for key in PROVEN if key.startswith("zero_")} < there
-    for name in names:
-        refused = [f for f in fit(run_config(deepspeed={"zero_optimization": {name: None}}), 1) if f.level == "error"]
-        assert [f.key for f in refused] == [f"deepspeed.zero_optimization.{name}"], name
-        assert (refused[0].rule == "deepspeed_type") == (f"zero_optimization.{name}" in PROVEN), name
-
-
-def test_the_keys_of_deepspeed_that_may_be_given_are_documented():
-    text = (Path(__file__).parents[2] / "docs/gradients.md").read_text()
-    missing = [key for key in PROVEN if f"`{key.removeprefix('zero_optimization.')}`" not in text]
-    assert missing == []
-
-
-def test_harmless_deepspeed_keys_pass():
-    extra = {"comms_logger": {"enabled": True}, "zero_optimization": {"allgather_bucket_size": 10**6}}
-    assert fit(run_config(deepspeed=extra), 1) == []
 
 
 def test_vocabulary_smaller_than_the_tokenizers():

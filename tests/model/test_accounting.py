@@ -17,6 +17,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import (
     active_parameters,
     flops_per_token,
@@ -353,12 +354,12 @@ def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
     init_distributed(timeout_minutes=10)
     groups = ParallelGroups.create(Topology(2, 1))
     result, kept = {}, []
+    deepspeed_prices._REDUCE_BUCKET = 1000
     for dtype, stage in itertools.product(("bf16", "fp32"), range(3)):
         cfg = run_config(
-            parallel={"zero_stage": stage},
+            parallel={"engine": "deepspeed", "zero_stage": stage},
             training={"dtype": dtype},
             attention={"backend": "sdpa"},
-            deepspeed={"zero_optimization": {"reduce_bucket_size": 1000}},
         )
         before = live_tensors()
         kept.append(before)  # No address is used twice while these tensors live.
@@ -409,8 +410,8 @@ def measured_peak() -> dict[tuple[int, str], tuple[int, int]]:
     torch.distributed.all_reduce = slowly
     for stage, reduction in itertools.product((1, 2), ("fp32", "bf16")):
         parallel = {"zero_stage": stage, "gradient_reduction": reduction}
-        told, few = {"zero_optimization": {"overlap_comm": False}}, {"seq_length": 16, "micro_batch_size": 1}
-        cfg = run_config(parallel=parallel, deepspeed=told, attention={"backend": "sdpa"}, data=few)
+        parallel["engine"], few = "deepspeed", {"seq_length": 16, "micro_batch_size": 1}
+        cfg = run_config(parallel=parallel, attention={"backend": "sdpa"}, data=few)
         before = live_tensors()
         model = transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16)
         engine = build_engine(cfg, model, groups, 2)
@@ -445,10 +446,8 @@ def test_peak_memory_of_a_step_holds_what_deepspeed_copies(ranks: int):
 
 
 def test_buckets_are_no_larger_than_the_rank():
-    assert reduce_bucket_size(run_config(), 1000) == 1000
-    assert reduce_bucket_size(run_config(), 10**10) == 500_000_000
-    given = run_config(deepspeed={"zero_optimization": {"reduce_bucket_size": 77}})
-    assert reduce_bucket_size(given, 1000) == 77
+    assert reduce_bucket_size(1000) == 1000
+    assert reduce_bucket_size(10**10) == 500_000_000
 
 
 def test_tensor_and_sequence_parallelism_split_memory():
@@ -562,15 +561,15 @@ def test_the_largest_of_three_moments_counts():
     many = {"micro_batch_size": 16}
     assert {"logits", "loss"} <= items(run_config(data=many), 1, 32_000).keys()
     assert {"workspace"} <= items(run_config(data=many), 1).keys()
-    little, after = {"micro_batch_size": 1, "seq_length": 16}, {"zero_optimization": {"overlap_comm": False}}
-    few = items(run_config(data=little, deepspeed=after), 1)
+    few = items(run_config(data={"micro_batch_size": 1, "seq_length": 16}, parallel={"engine": "deepspeed"}), 1)
     assert {"reduction"} <= few.keys() and not {"logits", "workspace", "activations"} & few.keys()
 
 
-def test_activations_are_gone_as_far_as_the_first_full_bucket():
+def test_activations_are_gone_as_far_as_the_first_full_bucket(monkeypatch):
     size = num_parameters(run_config().model, AttentionConfig(), VOCAB)
-    zero = {"zero_optimization": {"reduce_bucket_size": size // 2}}
-    cfg = run_config(parallel={"zero_stage": 2}, deepspeed=zero, data={"micro_batch_size": 1, "seq_length": 64})
+    monkeypatch.setattr(deepspeed_prices, "_REDUCE_BUCKET", size // 2)
+    parallel = {"engine": "deepspeed", "zero_stage": 2}
+    cfg = run_config(parallel=parallel, data={"micro_batch_size": 1, "seq_length": 64})
     memory, saved = items(cfg, 1), 2 * 64 * block_activation_bytes(cfg)
     assert memory["reduction"] == 6 * (size // 2)
     assert memory["activations"] == pytest.approx(saved / 2, rel=1e-4)

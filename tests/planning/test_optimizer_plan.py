@@ -116,7 +116,7 @@ def test_a_plan_says_from_how_many_gpus_on_it_fits() -> None:
         "8b", cluster_of("l40s", 8, 400, need - 2)
     )
     # A section for DeepSpeed excludes the other engine, and with it masters in 16 bits.
-    assert proposals("8b", HARDWARE["h100"], "deepspeed.wall_clock_breakdown=true") == []
+    assert proposals("8b", HARDWARE["h100"], "parallel.gradient_reduction=bf16") == []
 
 
 def test_guide_says_what_fits_on_one_gpu() -> None:

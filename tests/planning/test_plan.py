@@ -242,7 +242,6 @@ def test_errors_are_counted_and_shown_with_place_and_way_out():
     (3, ["parallel.tensor_parallel_size=3"], "tensor_parallel_split", "estimated: layout 1", "now "),
     (5, ["parallel.context_parallel_size=5"], "context_parallel_split", "estimated: layout 1", "now "),
     (7, [], "whole_micro_steps", "Step time, predicted: layout 1", "as configured on"),
-    (8, ["deepspeed.zero_optimization.reduce_bucket_size=auto"], "deepspeed_type", "Model of", "Memory per rank"),
     (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
 ])  # fmt: skip
 def test_what_cannot_be_computed_is_left_out(world_size, overrides, rule, shown, hidden):
@@ -439,8 +438,6 @@ def test_brief_says_what_one_needs():
 
 @pytest.mark.parametrize(("name", "world_size", "override", "says"), [
     ("325m", 1, "lr_schedule.min_lr=0.1", "none until the errors above are mended"),
-    ("325m", 1, "deepspeed={train_batch_size: 4}", "none until the errors above are mended"),
-    ("325m", 1, "deepspeed.zero_optimization.reduce_bucket_size=auto", "none until the errors above are mended"),
     ("7b", 1, "model.hidden_size=16384", "none fits 1 x NVIDIA H200"),
     ("7b", 3, "model.hidden_size=32768", "none fits 3 x NVIDIA H200"),
 ])  # fmt: skip

@@ -88,7 +88,7 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
         # In runs at ZeRO 3 weights and gradients went through FSDP2's hooks, as they still do with this key.
         *([f"parallel.shard_size={sizes['dp']}"] if sizes["z"] == 3 else []),
         f"parallel.sequence_parallel={'true' if sizes['sp'] else 'false'}",
-        "deepspeed.zero_optimization.overlap_comm=false",  # Overlap was off in these runs.
+        "parallel.engine=deepspeed",
     ]  # fmt: skip
 
 
@@ -474,7 +474,7 @@ def meets_today(name, settings, tokens, tokens_per_second, gib, within, gpu, *, 
 def test_every_margin_is_that_of_some_recorded_run():
     """A run can use every name in MARGINS. The cards are those with rates of their own."""
     assert {*MARGINS} == {hardware.name for hardware in HARDWARE.values() if hardware.measured}
-    told = ["parallel.engine=fsdp", "deepspeed={}", "parallel.zero_stage=3"]
+    told = ["parallel.engine=fsdp", "parallel.zero_stage=3"]
     cfg, _ = configured("7b", "tp2-dp2", (1, 2), [SCORES, "linear.precision=int8", *told])
     for hardware in (H200, H100, HARDWARE["a100"]):
         behind = evidence(cfg, predict(cfg, 4, VOCAB, hardware), hardware)

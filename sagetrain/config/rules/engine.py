@@ -15,7 +15,6 @@ WITH_ACTIVATIONS_ON_HOST: dict[str, tuple[object, ...]] = {
     "training.compile": ("auto", "on"),
     "parallel.engine": ("fsdp", "auto"),
     "parallel.gradient_reduction": ("fp32",),
-    "deepspeed": ({},),
     "parallel.pipeline_parallel_size": (1,),
     "parallel.offload": ("none",),
     "model.experts": (None,),
@@ -38,7 +37,7 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         feature, without = "training.activation_offload", "activation_offload: false"
         yield from not_proven(cfg, WITH_ACTIVATIONS_ON_HOST, "activations_not_offloaded", feature, without)
     if layout.engine == "deepspeed":
-        yield from deepspeed.findings(cfg, layout)
+        yield from deepspeed.findings(cfg)
         return
     yield from _fsdp(cfg)
     yield from _offload(cfg)
@@ -46,11 +45,6 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
 
 def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
     """Find settings that torch's FSDP2 does not have."""
-    if cfg.deepspeed:
-        yield About("deepspeed_of_fsdp", "deepspeed", cfg.deepspeed).error(
-            "has keys for DeepSpeed, and parallel.engine is fsdp, which reads none of them",
-            "remove the section, or set parallel.engine: deepspeed",
-        )
     if cfg.parallel.gradient_reduction == "bf16":
         yield About("gradient_reduction_of_fsdp", "parallel.gradient_reduction", "bf16").error(
             "would also add up micro-steps in bf16: torch's FSDP2 has one precision for both sums",

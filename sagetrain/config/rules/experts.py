@@ -24,7 +24,6 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "parallel.pipeline_chunks": (1,),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
-    "deepspeed": ({},),
 }
 """The values that were proven with experts, of each key that asks for it. Other values are errors. A proof opens a
 value here, or removes the line if all values have one."""

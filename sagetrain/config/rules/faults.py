@@ -11,7 +11,6 @@ from sagetrain.config.schema import RunConfig
 WITH_COPIES_IN_MEMORY: dict[str, tuple[object, ...]] = {
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
-    "deepspeed": ({},),
     "parallel.pipeline_parallel_size": (1,),
     "parallel.offload": ("none",),
     "training.activation_offload": (False,),

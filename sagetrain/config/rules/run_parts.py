@@ -14,7 +14,6 @@ from sagetrain.config.tokens_per_step import stages
 WITH_LENGTHS: dict[str, tuple[object, ...]] = {
     "parallel.engine": ("fsdp", "auto"),
     "parallel.gradient_reduction": ("fp32",),
-    "deepspeed": ({},),
     "parallel.offload": ("none",),
     "model.experts": (None,),
     "evaluation.tasks": ([],),

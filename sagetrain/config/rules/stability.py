@@ -17,7 +17,6 @@ WITH_REPLAY: dict[str, tuple[object, ...]] = {
     "parallel.pipeline_parallel_size": (1,),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
-    "deepspeed": ({},),
     "parallel.zero_stage": (0, 1),
     "parallel.offload": ("none",),
     "model.experts": (None,),

@@ -53,7 +53,7 @@ class ParallelConfig(Section):
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     """The library that shards weights, gradients and optimizer state: DeepSpeed's ZeRO, or torch's FSDP2
     (`fully_shard`). Any launcher starts both, and a checkpoint of one continues in the other. auto: fsdp, or deepspeed
-    where the section `deepspeed` has keys or gradient_reduction is bf16, which only DeepSpeed has. A run that continues
+    where gradient_reduction is bf16, which only DeepSpeed has. A run that continues
     keeps the engine that `auto` was when it began."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """ZeRO stage over data- and context-parallel ranks. 3 is by fsdp alone. Under deepspeed bf16 runs 0 as 1:

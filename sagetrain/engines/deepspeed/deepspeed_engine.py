@@ -91,7 +91,7 @@ class DeepSpeedEngine(BaseEngine):
         # DeepSpeed writes weights without autograd's version counters noticing, so each writer calls weights_changed.
         self._keeps = cfg.linear.low_bit
         self.weights_changed()
-        self._masters = Masters(self._ds, self._optimizer, rules, build, groups, self._stage, self.settings)
+        self._masters = Masters(self._ds, self._optimizer, rules, build, groups, self._stage)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 

@@ -59,7 +59,6 @@ class Masters:
         optimizer: the optimizer that was handed to DeepSpeed, with a group of parameters for each of `rules`.
         rules: the groups of tensors, each with the way it is updated.
         build: builds the optimizer of pieces of a group: see optim/build.build_optimizer.
-        settings: the configuration that was handed to DeepSpeed.
     """
 
     def __init__(
@@ -70,10 +69,8 @@ class Masters:
         build: Callable[[Group, Sequence[TensorPiece], dist.ProcessGroup | None], Optimizer],
         groups: ParallelGroups,
         stage: int,
-        settings: Mapping[str, Any],
     ) -> None:
         self._ds, self._optimizer, self._groups, self._stage = ds, optimizer, groups, stage
-        self._settings = settings
         self._device = torch.device(ds.device)
         number_of = {name: number for number, rule in enumerate(rules) for name in rule.names}
         self._parts = [self._part(spec, parameter, number_of[spec.name]) for spec, parameter in self._parameters()]
@@ -182,12 +179,11 @@ class Masters:
             wrong = torch.where(differs, wrong.clamp(max=number), wrong)
         dist.all_reduce(wrong, op=dist.ReduceOp.MIN)
         if wrong < len(self._parts):
-            name, keys = self._parts[int(wrong)].piece.spec.name, ", ".join(self._settings["zero_optimization"])
+            name = self._parts[int(wrong)].piece.spec.name
             raise ConfigError(
-                f"{name}: what the optimizer keeps of this parameter is not what the model computes with: DeepSpeed "
-                f"{version('deepspeed')} has weights in an order, or in copies, that checkpoints do not know. Its "
-                f"zero_optimization has the keys {keys}: leave out those that you gave it, or install the version of "
-                "constraints.txt"
+                f"{name}: what the optimizer keeps of this parameter is not what the "
+                f"model computes with: DeepSpeed {version('deepspeed')} has weights in an order, or in copies, that "
+                "checkpoints do not know: install the version of constraints.txt"
             )
 
     def spread(self) -> None:
