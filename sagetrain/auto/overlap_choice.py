@@ -80,8 +80,8 @@ def settle_overlap(
         by_rule: Choice = "on" if overlaps(cfg) else "off"
         if device.type != "cuda":
             return by_rule, "by the work of a block: nothing is timed without a GPU"
-        # Halves lost wherever they were timed, and most below this work, where launching twice as many kernels takes
-        # longer than a block (results/halves). Compiling both ways takes longer than the rest of a start.
+        # Below this work halves lost wherever they were timed, because launching twice as many kernels takes longer
+        # than a block (results/halves). Compiling both ways takes longer than the rest of a start.
         return None if by_rule == "on" else (by_rule, "by the work of a block, which is less than two launches take")
 
     def measure() -> TimeTable:
