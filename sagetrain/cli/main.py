@@ -92,6 +92,11 @@ def run(words: Sequence[str]) -> int:
     Raises:
         KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        warn("error: the folder in which this command was started is gone (deleted, or made anew): cd to a folder")
+        return 2
     # No shell replaces ~ behind --option=. What is a text and no path keeps it.
     of_path = re.compile("--(?!prompt=|stop=|split-on=|title=)[a-z-]+=~/")
     words = [re.sub(r"(?<==)~/.*", lambda at_home: os.path.expanduser(at_home[0]), word)

@@ -10,7 +10,8 @@ from typing import Any
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import many
 from sagetrain.corpus.encode import Encoded
-from sagetrain.corpus.records import FORGED, WRITTEN, Notes, Records
+from sagetrain.corpus.notes import FORGED, UNKNOWN, WRITTEN, Notes
+from sagetrain.corpus.records import Records
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Tally:
         first."""
         about: dict[str, list[str]] = {}
         for (sentence, key), count in sorted(self.notes.items(), key=lambda item: (item[0][0], -item[1], item[0][1])):
-            what = "time" if sentence in (WRITTEN, FORGED) else "record"
+            what = "time" if sentence in (WRITTEN, UNKNOWN, FORGED) else "record"
             about.setdefault(sentence, []).append(f"{key} ({many(count, what)})".lstrip())
         for sentence, keys in about.items():
             rest = f" and {len(keys) - 12} more" if len(keys) > 12 else ""

@@ -25,7 +25,8 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.long_texts import pieces
 from sagetrain.corpus.messages import texts_in
-from sagetrain.corpus.records import APART, ENDLESS, FORGED, REPEATED, UNREAD, WRITTEN, Notes, Records
+from sagetrain.corpus.notes import APART, ENDLESS, FORGED, REPEATED, UNKNOWN, UNREAD, WRITTEN, Notes
+from sagetrain.corpus.records import Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ class Encoded:
     too_long: int = 0
     """Records that were left out because nothing was left that counts in the loss."""
     notes: Notes = field(default_factory=Counter)
-    """Further notes about the records (records.py)."""
+    """Further notes about the records (notes.py)."""
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Encoder:
     def __post_init__(self) -> None:
         self._dtype = token_dtype(self.tokenizer.vocab_size)
         self._is_control = np.zeros(self.tokenizer.vocab_size, bool)
-        self._is_control[[*self.tokenizer.control_tokens]] = True
+        self._is_control[[*self.tokenizer.control_tokens, *self.tokenizer.unknown_tokens]] = True
 
     def __call__(self, chunk: Chunk) -> Encoded:
         encoded = self._encode_records(chunk, self.records) if self.records else self._encode_texts(chunk)
@@ -137,11 +138,12 @@ class Encoder:
         return Encoded(parts, empty, len(bad), first_bad, *place, notes=notes)
 
     def _note_written(self, tokens: np.ndarray, around: Counter[int], notes: Notes) -> None:
-        """Count the control tokens that are written in texts. `around` are those that stand around the texts; what is
-        counted is taken out of them."""
+        """Count the control tokens that are written in texts, and unknown tokens. `around` are the control tokens that
+        stand around the texts; what is counted is taken out of them."""
         found = Counter(tokens[self._is_control[tokens]].tolist())
         for token, count in (found - around).items():
-            notes[WRITTEN, repr(self.tokenizer.spelling(token))] += count
+            sentence = UNKNOWN if token in self.tokenizer.unknown_tokens else WRITTEN
+            notes[sentence, repr(self.tokenizer.spelling(token))] += count
         around.subtract(found & around)
 
     def _encode_records(self, chunk: Chunk, records: Records) -> Encoded:
@@ -173,6 +175,8 @@ class Encoder:
             held = [record.get(name) for name in (*records.fields, *records.optional_fields)]
             forged = (each for text in texts_in(held) for each in self.tokenizer.control_texts_in(text))
             notes.update((FORGED, repr(each)) for each in forged)
+            for token in self.tokenizer.unknown_tokens:
+                notes[UNKNOWN, repr(self.tokenizer.spelling(token))] += ids.count(token)
             notes[ENDLESS, ""] += not all(self._ends(ids[start:stop]) for start, stop in _runs(counted))
         else:
             self._note_written(np.array(ids, self._dtype), Counter(), notes)

@@ -51,7 +51,7 @@ class Unfinished:
     """The results of TokenFileWriter.written, by "train" and "valid"."""
     first_bad: str | None
     notes: list[tuple[str, str, int]] = field(default_factory=list)
-    """Notes about records (records.py)."""
+    """Notes about records (notes.py)."""
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -14,7 +14,6 @@ train or training, ms-swift loss or loss_scale."""
 _INVERTED = "masked"
 """The key under which torchtune says that a message does not count."""
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "ipython": "tool", "function": "tool"}
-OTHERS_COUNT = "messages of others than the assistant say that they count, but answers alone do:"
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
@@ -180,10 +179,10 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def holds_null(value: Any) -> bool:
-    """Whether a value is null or holds one somewhere."""
+    """Whether a value is null, or NaN as pandas has it, or holds one somewhere."""
     if isinstance(value, dict):
         return any(map(holds_null, value.values()))
-    return any(map(holds_null, value)) if isinstance(value, list) else value is None
+    return any(map(holds_null, value)) if isinstance(value, list) else value is None or value != value
 
 
 def holds_nul(value: Any) -> bool:

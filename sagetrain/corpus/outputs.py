@@ -18,8 +18,9 @@ from sagetrain.corpus.counts import Counts, Tally
 from sagetrain.corpus.destination import Destination
 from sagetrain.corpus.encode import Encoder, encode
 from sagetrain.corpus.journal import Journal, Unfinished
+from sagetrain.corpus.notes import Notes
 from sagetrain.corpus.progress import Progress
-from sagetrain.corpus.records import Chats, Notes
+from sagetrain.corpus.records import Chats
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.sources import Corpus
 from sagetrain.corpus.token_writer import TokenFileWriter, writing

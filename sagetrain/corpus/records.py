@@ -12,7 +12,6 @@ error.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -25,7 +24,6 @@ from sagetrain.config.arguments import check_fields, spelled
 from sagetrain.config.errors import ConfigError, pointer
 from sagetrain.corpus.chunk import no_such_key, root_of, value_at
 from sagetrain.corpus.messages import (
-    OTHERS_COUNT,
     arguments_as_text,
     counted_messages,
     holds_nothing,
@@ -36,11 +34,13 @@ from sagetrain.corpus.messages import (
     parsed_list,
     what,
 )
+from sagetrain.corpus.notes import DATED, NOTHING, NULLS, OTHERS_COUNT, QUOTED, UNREAD, UNWRITTEN, Notes
 from sagetrain.data.chat_template import (
     Clock,
     CountedText,
     Message,
     generated,
+    looked_up_in_vain,
     read_template,
     reads_its_blocks,
     rendered,
@@ -58,43 +58,6 @@ _MARK = (
 )
 
 _SHORT = 64  # A message of at most so many characters may say by chance what a template says by itself.
-Notes = Counter[tuple[str, str]]
-"""The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
-key."""
-UNREAD = "not read of the records:"
-REPEATED = "JSON objects that hold a key twice, of which the last one counts:"
-WRITTEN = (
-    "control tokens that are written in a text are these tokens, as in transformers (their characters, if "
-    'tokenizer_config.json beside the tokenizer says "split_special_tokens": true):'
-)
-FORGED = (
-    "control tokens that are written in messages, tools or documents are these tokens, as in transformers, so that a "
-    "text may end its turn or begin another one; take them out of the records unless they are meant:"
-)
-APART = (
-    "answers that would share a token with the end of their prompt, such as a space, are encoded apart from it, "
-    "because a model is asked with the prompt alone. Prompts that end before the space, and answers that begin with "
-    "it, have the tokens of any text:"
-)
-UNWRITTEN = "the chat template does not read these keys, so that what records hold there is left out:"
-NULLS = (
-    "tool calls or tools hold null, which is kept as the JSON has it; a table that was written as JSON has null where "
-    "a call has no such argument, and a tool no such key, so give the table itself (.parquet):"
-)
-QUOTED = (
-    "the chat template writes the arguments of tool calls as a quoted text, because the records hold them as JSON "
-    "text, and servers such as vLLM hand it an object; give objects (json.loads of the text):"
-)
-DATED = (
-    "the chat template writes the date of the day on which it is used (strftime_now), so that these records hold the "
-    "day of this call, and another call or part writes another one; give the records the date that the template takes "
-    '({"chat_template_kwargs": {"date_string": ...}} for Llama 3), or write one into a copy of the template:'
-)
-ENDLESS = (
-    "answers that count end with no control token, as in templates whose turns end where the next role begins, so that "
-    "nothing teaches the model to stop. Write the token that is to end an answer, such as {{ eos_token }}, behind it "
-    "in a copy of the template (inside of {% generation %}, where it has that) and name the copy as the chat template:"
-)
 
 
 @dataclass(frozen=True)
@@ -234,7 +197,9 @@ class Chats:
             shown = [_other(each) if number == other else given[number] for number, each in enumerate(messages[:count])]
             return rendered(template, shown, special_tokens, prompt, known, marked)
 
-        whole = render(len(messages))
+        with looked_up_in_vain() as names:
+            whole = render(len(messages))
+        notes.update((NOTHING, name) for name in names)
         notes[DATED, ""] += clock.was_read
         parts = generated(whole)
         if reads_its_blocks(template) and "".join(text for text, _ in parts) != render(len(messages), marked=False):

@@ -79,7 +79,7 @@ class Corpus:
         self._refuse_copies = partial(refuse_copies, texts.text_key, bool(self._fields))
         self.notes: list[str] = []
         self.inputs: list[Input] = []
-        self._looked_at = self._texts = self._datasets = 0
+        self._looked_at = self._texts = self._datasets = self._folders = 0
         self._text_files: list[Path] = []
         self._paths: list[Path] = []
         self._by_inode: dict[tuple[int, int], Path] = {}
@@ -99,6 +99,11 @@ class Corpus:
                     f"{spelled(name)} {given!r}: none of the sources is a Hugging Face dataset, which it is for; "
                     f"{spelled('glob')} chooses files of a folder"
                 )
+        if texts.glob is not None and not self._folders:
+            raise ConfigError(
+                f"{spelled('glob')} {texts.glob!r}: none of the sources is a folder or an archive, whose files "
+                "it chooses"
+            )
         if division:
             self.inputs = _part(self.inputs, *division)
 
@@ -170,6 +175,7 @@ class Corpus:
             if self._fields:
                 raise self._no_fields(source)
             return [Input(STDLIB, read_stdlib, *measured_stdlib())]
+        self._folders += path.is_dir() or kind_of(path) is Kind.ARCHIVE
         if path.is_file():
             return [self._archive(path, glob) if kind_of(path) is Kind.ARCHIVE else self._file(path)]
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():

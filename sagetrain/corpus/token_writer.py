@@ -234,15 +234,22 @@ def _open(path: Path) -> BinaryIO:
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)
 
 
+_TRIES = 1000
+"""The number of times that a folder may be gone when a file is opened in it. In some places no folder can be made, as
+in /proc."""
+
+
 def _open_locked(path: Path) -> BinaryIO:
     """Open a file for reading and writing, unless another process has opened it with this function."""
+    gone = 0
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)  # noqa: SIM115
-        except FileNotFoundError:
-            continue  # The folder that another writer had made was removed with the file.
         except OSError as error:
+            gone += isinstance(error, FileNotFoundError)
+            if 0 < gone < _TRIES:
+                continue  # The folder that another writer had made was removed with the file.
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

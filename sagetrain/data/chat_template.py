@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
@@ -210,10 +211,35 @@ def _compiled(template: str, marked: bool = True) -> jinja2.Template:
 @functools.cache
 def _environment(marked: bool = True) -> jinja2.Environment:
     block = _Generation if marked else _UnmarkedGeneration
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[block, loopcontrols])
+    more = [block, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=more, undefined=_Nothing
+    )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse}
     return environment
+
+
+_in_vain: set[str] = set()
+
+
+class _Nothing(jinja2.Undefined):
+    """A value that a template looks up in vain. It is written as nothing, and its name is remembered."""
+
+    def __str__(self) -> str:
+        """Return no text. An `if` without `else` has no name, and writes nothing on purpose."""
+        if self._undefined_name is not None:
+            _in_vain.add(str(self._undefined_name))
+        return ""
+
+
+@contextmanager
+def looked_up_in_vain() -> Iterator[set[str]]:
+    """Yield a set that holds, at the end, the names of what templates have looked up in vain and written as nothing."""
+    names = set[str]()
+    _in_vain.clear()
+    yield names
+    names |= _in_vain
 
 
 class _Generation(Extension):

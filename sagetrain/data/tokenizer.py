@@ -117,7 +117,10 @@ class Tokenizer:
             raise ConfigError(f"tokenizer {path}: is a folder; {_in_folder(Path(path))}") from error
         except OSError as error:
             refuse_pointer(path)
-            raise ConfigError(f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one") from error
+            raise ConfigError(
+                f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one, and that of a model of the "
+                "Hugging Face hub comes by `hf download NAME --include '*token*' --local-dir DIR`"
+            ) from error
         except ConfigError:
             raise
         except json.JSONDecodeError as error:
@@ -201,6 +204,12 @@ class Tokenizer:
     def control_texts_in(self, text: str) -> list[str]:
         """Return the texts of control tokens that stand in a text."""
         return self._control_texts.findall(text) if self._control_texts else []
+
+    @property
+    def unknown_tokens(self) -> list[int]:
+        """The token that stands for what has no token, as a list. The list is empty if there is none, or if it is also
+        the token that begins or ends a text."""
+        return [each for each in (self._codec.unknown_id,) if each not in (-1, self.bos_id, self.eos_id)]
 
     def is_control(self, token: int) -> bool:
         """Whether a token is a control token, as bos and eos are."""

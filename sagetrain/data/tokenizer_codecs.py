@@ -37,6 +37,7 @@ class SentencePiece:
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
+        self.unknown_id: int = self._processor.unk_id()
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
@@ -150,6 +151,10 @@ class HuggingFace:
         self._pipeline.encode_special_tokens = bool(config.get(SPLIT_SPECIAL))
         self.vocab_size: int = max(self._pipeline.get_vocab().values()) + 1
         self.bos_id, self.eos_id = (self._id(config.get(name)) for name in ("bos_token", "eos_token"))
+        model_of = tree["model"]
+        self.unknown_id = self._id(model_of.get("unk_token"))
+        if isinstance(place := model_of.get("unk_id"), int):
+            self.unknown_id = self._id(model_of["vocab"][place][0])
         # In the encoding of an empty text, tokens before and behind it cannot be told apart.
         text = self._pipeline.encode(string.printable)
         self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]

@@ -346,3 +346,12 @@ def test_no_number_of_an_option_is_infinite_or_nan(capsys) -> None:
             assert main([verb, "configs", *output, f"{option}={value}"]) == 2
             assert option in capsys.readouterr().err
     assert main(["plan", "configs/1b.yaml", "--network-gbps", "0"]) == 2
+
+
+def test_a_command_in_a_folder_that_is_gone(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Somebody has deleted the folder of the shell, or made it anew. Paths of it lead nowhere."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["plan", "minimal"]) == 2
+    assert "error: the folder in which this command was started is gone" in capsys.readouterr().err

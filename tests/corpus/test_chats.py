@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from prepare_inputs import documents, prepare, quiet
 from sagetrain.config import ConfigError
-from sagetrain.corpus.records import Chats, Notes
+from sagetrain.corpus.notes import Notes
+from sagetrain.corpus.records import Chats
 from sagetrain.data.chat_template import rendered, settled_template
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -463,6 +464,8 @@ def test_what_is_left_out_of_records_is_said(folder: Path, tmp_path: Path) -> No
     assert nulls.startswith("tool calls or tools hold null, which is kept as the JSON has it")
     assert unwritten.endswith("is left out: tool_calls of messages (1 record), tools (1 record)")
     assert unread == "not read of the records: id (1 record)"
+    *_, nans = said_of(folder, tmp_path / "n", [{"messages": [ASK, call("weather", {"city": float("nan")})]}], plain)
+    assert nans == nulls
     unwritten, nulls = said_of(folder, tmp_path / "d", chats[2:])
     assert nulls.startswith("tool calls or tools hold null")
     assert unwritten.endswith("is left out: is_error of messages (1 record)")  # An empty name is none.

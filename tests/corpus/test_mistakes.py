@@ -61,7 +61,10 @@ BAD_FILES = {
     ),
     "not.jsonl.zst": (GOOD, r"cannot read .*not\.jsonl\.zst: "),
     "cut.jsonl.zst": (zstandard.compress(lines(*[GOOD] * 50))[:-4], r"cannot read .*cut\.jsonl\.zst: Compressed file"),
-    "bad.parquet": (b"PAR1 no", r"cannot read .*bad\.parquet: "),
+    "bad.parquet": (b"PAR1 no", r"cannot read .*bad\.parquet: .*; copy it again"),
+    "empty.parquet": (b"", r"cannot read .*empty\.parquet: .*; copy it again"),
+    "json.parquet": (GOOD, r"cannot read .*json\.parquet: .*; name it by what it is"),
+    "arrow.parquet": (b"ARROW1\0\0", r"arrow\.parquet: is a table of another kind \(Arrow"),
 }  # fmt: skip
 
 
@@ -228,6 +231,7 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
     (["loop"], {}, "loop: is a link to loop, which leads to nothing; mend"),
     (["a.txt"], {"text_key": "body", "records": Chats("m", 32)}, "--text-key 'body' names .* read from --chat-field"),
     (["/dev/null"], {}, "is neither a file nor a folder"),
+    (["a.txt"], {"glob": "*.md"}, r"--glob '\*\.md': none of the sources is a folder or an archive"),
     (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
     (["."], {"glob": "/a*"}, "--glob '/a.': .*; write it relative to the folder"), (["empty"], {}, "empty: no files"),
     (["a.txt"], {"vocab_size": 500}, "either --tokenizer or --vocab-size"),
@@ -250,6 +254,7 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
     (["a.txt"], {"output": "out/train.bin"}, r"without \.bin/\.idx"),
     (["a.txt"], {"output": "out/valid", "valid_fraction": 0.1}, "held-out file is named valid"),
     (["a.txt"], {"output": "a.txt/train"}, "cannot write"),
+    (["a.txt"], {"output": "/proc/none/train"}, r"cannot write /proc/none/train.*: No such file"),
 ])  # fmt: skip
 def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message):
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,8 @@ from sagetrain.config import ConfigError
 from sagetrain.config.rules.prepared import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
 from sagetrain.corpus import encode, files
-from sagetrain.corpus.records import Chats, Notes, Pairs, records_of
+from sagetrain.corpus.notes import Notes
+from sagetrain.corpus.records import Chats, Pairs, records_of
 from sagetrain.data.chat_template import answer_ends
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer

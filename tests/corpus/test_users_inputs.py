@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 
 from prepare_inputs import prepare, published_tokenizer, quiet, write_jsonl
 from sagetrain.config import ConfigError, load_config
-from sagetrain.corpus.records import APART, FORGED, WRITTEN, Chats, Pairs
+from sagetrain.corpus.notes import APART, FORGED, NOTHING, UNKNOWN, WRITTEN
+from sagetrain.corpus.records import Chats, Pairs
 from sagetrain.data.chat_template import chat_prompt, read_template
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
@@ -329,6 +330,46 @@ def test_what_a_chat_holds_in_vain_is_said(tmp_path: Path) -> None:
     assert (
         "left out: enable_thinking (1 record)" in said and "give objects (json.loads of the text): (1 record)" in said
     )
+
+
+def test_what_a_template_looks_up_in_vain_is_said(tmp_path: Path) -> None:
+    """A special token that the tokenizer lacks, and a role without a beginning. An `if` without `else` means it."""
+    begins = "{{ {'user': '<|user|>', 'assistant': '<|bot|>'}[m.role] }}{{ '!' if m.loud }}{{ m.name or '' }}"
+    template = f"{{{{ bos_token }}}}{{% for m in messages %}}{begins}{{{{ m.content }}}}<|end|>{{% endfor %}}"
+    template += "{% if add_generation_prompt %}<|bot|>{% endif %}"
+    talk = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user", "assistant")]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"m": each}) for each in (talk, talk[1:])))
+    file = write_tokenizer(tmp_path / "t", chat_template=template)
+    said = said_by(tmp_path / "a.jsonl", tmp_path / "o/x", tokenizer=file, records=Chats("m", 64))
+    assert [line for line in said if "in vain" in line] == [f"{NOTHING} bos_token (2 records), system (1 record)"]
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs", "chats"])
+@pytest.mark.parametrize("of", ["BPE", "WordLevel", "Unigram", "SentencePiece"])
+def test_what_a_tokenizer_has_no_token_for_is_said(tmp_path: Path, of: str, kind: str) -> None:
+    """The unknown token of the text is no control token that somebody wrote."""
+    (tmp_path / "t").mkdir()
+    file = tmp_path / "t/tokenizer.json"
+    if of == "SentencePiece":
+        file = file.with_suffix(".model")
+        file.write_bytes(published_tokenizer(byte_fallback=False, vocab_size=60, hard_vocab_limit=False).model)
+    else:
+        words = ["<unk>", "of", "o", "f"]
+        vocab = [(word, -1.0) for word in words] if of == "Unigram" else {word: n for n, word in enumerate(words)}
+        more = {"BPE": ([("o", "f")],), "WordLevel": (), "Unigram": (0,)}[of]
+        unknown = {} if of == "Unigram" else {"unk_token": "<unk>"}
+        pipeline = Pipeline(getattr(models, of)(vocab, *more, **unknown))
+        pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
+        pipeline.add_special_tokens([AddedToken(each, special=True) for each in ("<unk>", "</s>")])
+        pipeline.save(str(file))
+        (tmp_path / "t/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    talk = [{"role": "user", "content": "of"}, {"role": "assistant", "content": "of \u732b of \u72ac"}]
+    record = {"text": talk[1]["content"], "p": "of", "c": talk[1]["content"], "m": talk}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    template = "{% for m in messages %} {{ m.content }} {% endfor %}"
+    records = {"text": None, "pairs": Pairs("p", "c", 64), "chats": Chats("m", 64, template)}[kind]
+    said = said_by(tmp_path / "a.jsonl", tmp_path / "o/x", tokenizer=file, records=records)
+    assert f"{UNKNOWN} '<unk>' (2 times)" in said and not any(line.startswith(WRITTEN) for line in said)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
