@@ -59,10 +59,9 @@ def state(cfg: RunConfig, layout: Layout, size: int, moments: str, moment_bytes:
 def reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Estimate the gradients on their way to other ranks: see memory._reduction.
 
-    Stage 2 in bf16 flattens its bucket, then converts it to fp32 if
-    gradients travel in fp32. A bucket that holds all gradients is reduced after backward, as at stages 0 and 1. For
-    such a bucket in bf16, only gradients that fit DeepSpeed's 5e8 elements are flattened into a copy, and gradients
-    that travel in bf16 are converted.
+    Stage 2 in bf16 flattens its bucket, then converts it to fp32 if gradients travel in fp32. A bucket that holds all
+    gradients is reduced after backward, as at stages 0 and 1. For such a bucket in bf16, only gradients that fit
+    DeepSpeed's 5e8 elements are flattened into a copy, and gradients that travel in bf16 are converted.
     """
     stage, sixteen_bit = layout.zero_stage, cfg.training.dtype == "bf16"
     bucket, narrow = reduce_bucket_size(size), cfg.parallel.gradient_reduction == "bf16"

@@ -70,25 +70,18 @@ class Block(nn.Module):
                 device=device,
             )
 
+        how: dict[str, Any] = {"matmuls": matmuls, "sequence_parallel": sequence_parallel}
+        how |= {"dtype": dtype, "device": device}
         before, after = layer.normed
         self.attention_norm = norm() if before else NoNorm()
-        self.attention = Attention(
-            layer,
-            function,
-            groups,
-            matmuls=matmuls,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
+        self.attention = Attention(layer, function, groups, **how)
         self.attention_post_norm = norm() if after else None
         self.mlp_norm = norm() if before else NoNorm()
-        how: dict[str, Any] = {"matmuls": matmuls, "sequence_parallel": sequence_parallel, "dtype": dtype}
         self.mlp: MLP | MoE
         if layer.experts is None:
-            self.mlp = MLP(layer, groups, device=device, **how)
+            self.mlp = MLP(layer, groups, **how)
         else:
-            self.mlp = MoE(layer, groups, share=torch.ones(()) if share is None else share, device=device, **how)
+            self.mlp = MoE(layer, groups, share=torch.ones(()) if share is None else share, **how)
         self.mlp_post_norm = norm() if after else None
         self._read_by(matmuls)
 
