@@ -421,6 +421,8 @@ def test_a_step_that_lacked_room_ends_with_the_same_bits(four) -> None:
     for rank in four:
         for found in rank["room"].values():
             (again, state), (once, expected) = found.values()
+            # An evaluation without room is made in parts, whose products have other numbers of rows.
+            assert again.pop("valid/loss") == pytest.approx(once.pop("valid/loss"), rel=1e-6)
             assert again == once
             assert all(map(torch.equal, state, expected))
 

@@ -94,8 +94,9 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     watched = network.blocks[1] = Watched(network.blocks[1], selective and not compiled)
     logits = network(tokens)
     assert logits.requires_grad  # Logits that require a gradient keep the graph and its saved tensors alive.
-    gc.collect()
-    watched.saved |= {place: tensor for place, x in watched.left.items() if (tensor := x()) is not None}
+    if watched.beside:
+        gc.collect()
+        watched.saved |= {place: tensor for place, x in watched.left.items() if (tensor := x()) is not None}
     tables = (table for layout in itertools.chain(*layouts.values()) for table in (layout.cos, layout.sin))
     weights = (tensor for module in network.modules() for tensor in getattr(module, "kept", ()))
     known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *weights, *tables)}
