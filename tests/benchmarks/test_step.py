@@ -83,10 +83,7 @@ def test_attention_within_documents_is_timed_with_few_key_heads(program: dict, c
             ["--ours", "sdpa,foo"],
             "foo: 'foo' is no attention; there are sdpa, flash, sage, reference, fine, paper, scores",
         ),
-        (
-            ["--ours", "scores+fp4"],
-            "linear layers, in fp8 or int8, and :WEIGHTS",
-        ),
+        (["--ours", "scores+fp4"], "linear layers, in fp8 or int8, and :WEIGHTS"),
         (["--ours", "scores+fp8:8M"], ":WEIGHTS, below which"),
         (["--ours", "scores+fp8+fp4"], "the output projection is in fp8 or int8"),
         (["--peers", "bf16,fp8"], "fp8: linear layers of plain PyTorch are bf16, tensorwise, rowwise"),

@@ -319,11 +319,7 @@ HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "fp8": (
         ["experts 2 x TP 2, halves, ZeRO 2", "TP 2, halves, ZeRO 3"],
-        {
-            "dtype": "bf16",
-            "linear": {"precision": "fp8"},
-            "optimizer": {"moments": "int8", "master": "bf16_chance"},
-        },
+        {"dtype": "bf16", "linear": {"precision": "fp8"}, "optimizer": {"moments": "int8", "master": "bf16_chance"}},
     ),
     "kahan": (["ZeRO 1"], {"dtype": "bf16", "optimizer": {"master": "bf16_kahan"}}),
 }

@@ -341,12 +341,7 @@ def x(*shape, dtype=torch.float32):
 
 INT32 = torch.int32
 MISTAKES = [
-    (
-        (x(1, 4, 2, 32),) * 3,
-        {"recipe": "coarse"},
-        ValueError,
-        "recipe 'coarse' is not one of paper, fine, scores",
-    ),
+    ((x(1, 4, 2, 32),) * 3, {"recipe": "coarse"}, ValueError, "recipe 'coarse' is not one of paper, fine, scores"),
     ((x(1, 4, 2, 32),) * 3, {"backend": "cuda"}, ValueError, "backend 'cuda' is not one of"),
     ((x(1, 4, 2, 32),) * 3, {"backend": "triton"}, TypeError, "takes bfloat16 or float16, got"),
     ((x(1, 4, 2, 32),) * 3, {"scale": 0.0}, ValueError, "scale must be positive"),

@@ -32,13 +32,7 @@ else:
         qk_norm_rope_triton,
         qk_norm_rope_twin,
     )
-    from sagekernels.quantize import (
-        in_half_units,
-        quantize_triton,
-        quantize_twin,
-        token_mean,
-        transpose_codes,
-    )
+    from sagekernels.quantize import in_half_units, quantize_triton, quantize_twin, token_mean, transpose_codes
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton, swiglu_triton
     from sagekernels.testing import Shape, random_inputs, random_sinks, rel_l2

@@ -188,12 +188,7 @@ def test_experts_keep_what_is_predicted(compile_, linear, shared, again):
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize(
     "linear",
-    [
-        {"head": "fp8"},
-        {"keep_first_blocks": 1},
-        {"keep_layers_below": 100_000},
-        {"precision": "int8", "head": "int8"},
-    ],
+    [{"head": "fp8"}, {"keep_first_blocks": 1}, {"keep_layers_below": 100_000}, {"precision": "int8", "head": "int8"}],
 )
 def test_codes_of_weights_are_as_many_as_layers_keep(linear, tp_size):
     """The scales are not counted. They are one number for each row and column."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,8 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "gpu"
+RECORD = re.compile(r"\{\n {3,}[^{}]*\}")
+"""A file's counts, or the run in which it was green. Each has one line."""
 OUTCOMES = "passed", "failed", "skipped", "not run"
 Files = Mapping[str, Mapping[str, int]]
 """The number of tests of each file that had each of OUTCOMES, keyed by file name."""
@@ -56,7 +59,8 @@ class Seen:
             "seconds": dict(sorted((before.get("seconds", {}) | dict(seconds)).items())),
         }
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(found, indent=1) + "\n")
+        lines = RECORD.sub(lambda record: " ".join(record[0].split()), json.dumps(found, indent=1))
+        partial.write_text(lines + "\n")
         os.replace(partial, self._path)  # A run that is killed while it writes leaves the record before.
 
     def seconds(self) -> dict[str, float]:
