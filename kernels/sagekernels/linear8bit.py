@@ -115,9 +115,14 @@ def convert(
         The model.
 
     Raises:
+        TypeError: the filter is no function.
         ValueError: the precision is unknown, the filter chooses no layer, or layers cannot be multiplied in 8 bits.
             Every such layer is named, and none is converted.
     """
+    if filter is not None and not callable(filter):
+        raise TypeError(
+            f"convert: filter is {filter!r}, and must be a function of a layer and its name; precision is by name"
+        )
     matmul, wanted = _matmul("convert", precision), filter or _in_blocks(model)
     layers = {
         name: module
@@ -128,9 +133,10 @@ def convert(
     if not layers:
         found = sum(isinstance(module, nn.Linear) for module in model.modules())
         kinds = " or ".join(each.__name__ for each in classes)
+        where = "that the filter chose" if filter else "inside an nn.ModuleList, nn.ModuleDict or nn.Sequential"
         raise ValueError(
-            f"convert: no layer to convert. The model has {found} linear layers, and the filter chose none that is of "
-            f"class {kinds}. Give a filter(module, name) that chooses layers, or name their class in classes"
+            f"convert: no layer to convert. The model has {found} linear layers, and none {where} is of class {kinds}. "
+            "Give a filter(module, name) that chooses layers, or name their class in classes"
         )
     problems = [f"{name or 'the model'}: {why[1]}" for name, layer in layers.items() if (why := _problem(layer))]
     if problems:

@@ -125,8 +125,8 @@ _KEYS: dict[str, str] = {
         "training.activation_checkpointing": "gradient_checkpointing activation_checkpoint ac recompute "
         "recompute_granularity recompute_num_layers recompute_method recompute_activations checkpoint_activations "
         "selective_ac_option activation_checkpointing",
-        "training.dtype": "bf16 fp16 amp mixed_precision mixed_precision_param training.precision torch_dtype "
-        "params_dtype model.dtype",
+        "training.dtype (bf16 or fp32; 8 bits are linear.precision)": "bf16 fp16 amp mixed_precision "
+        "mixed_precision_param training.precision torch_dtype params_dtype model.dtype",
         "training.compile": "torch_compile compile compile_model",
         "training.init_from, for the weights of a run; the same command continues a run": "load load_checkpoint "
         "resume_from_checkpoint pretrained_model_name_or_path initial_load_path from_checkpoint ckpt_path",

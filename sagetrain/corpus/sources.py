@@ -24,7 +24,7 @@ from sagetrain.corpus.blocks import head, on_disk
 from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
 from sagetrain.corpus.files import Wanted, contains, is_array, read
-from sagetrain.corpus.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of
+from sagetrain.corpus.kinds import HEAD, PICTURES, Kind, check_head, compression, is_file_name, kind_of
 from sagetrain.corpus.records import Records
 from sagetrain.corpus.repeats import LONG, long_documents, refuse_copies
 from sagetrain.corpus.request import TextRequest
@@ -34,6 +34,8 @@ _HELD_OUT = re.compile(r"(^|[-_./])(test|valid|validation|dev|eval)([-_./]|$)", 
 """Finds the names of splits that nobody trains on."""
 _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 """Files beside the data of a Hugging Face dataset, which the datasets library does not read either."""
+_SUFFIXES = 5
+"""Number of suffixes that are named of the files of a folder that are left out."""
 _LOOKED_AT = 10_000
 """Number of files whose first bytes are checked before anything is prepared. The others are checked when they are
 read."""
@@ -238,22 +240,24 @@ class Corpus:
         return [folder / name for name in names]
 
     def _chosen(self, where: Path, sizes: dict[str, int]) -> set[str]:
-        """Choose the files of a folder or archive that are read: JSON and Parquet if there are any. If there are none,
-        plain text or tables and archives, whichever are more bytes. `notes` gets a sentence about what is left out."""
+        """Choose the files of a folder or archive that are read: JSON and Parquet, tables and archives, or plain text,
+        whichever are the most bytes. Records are never plain text. `notes` gets a sentence about what is left out."""
         kinds = {name: kind_of(name) for name in sizes}
         structured = {name for name, kind in kinds.items() if kind in (Kind.LINES, Kind.JSON, Kind.PARQUET)}
         structured = {name for name in structured if PurePath(name).name not in _METADATA} or structured
         texts = {name for name, kind in kinds.items() if kind is Kind.TEXT}
-        others = kinds.keys() - structured - texts
-        more = sum(sizes[name] for name in others) >= sum(sizes[name] for name in texts)
-        what, chosen = ("table and archive", others) if others and more else ("plain text", texts)
-        if structured:
-            what, chosen = "JSON and Parquet", structured
+        tables = {name for name, kind in kinds.items() if kind in (Kind.TABLE, Kind.ARCHIVE)}
+        texts = {name for name in texts if PurePath(name).suffix.lower() not in PICTURES} or texts
+        groups = {"JSON and Parquet": structured, "table and archive": tables, "plain text": texts}
+        if self._fields and (structured or tables):
+            del groups["plain text"]
+        what, chosen = max(groups.items(), key=lambda group: (sum(sizes[name] for name in group[1]), bool(group[1])))
         if len(chosen) < len(sizes):
-            left = len(sizes) - len(chosen)
+            left = sizes.keys() - chosen
+            suffixes = ", ".join(sorted({PurePath(name).suffix.lower() for name in left} - {""})[:_SUFFIXES])
             self.notes.append(
-                f"{where}: reading the {many(len(chosen), f'{what} file')}, leaving out {many(left, 'other')}; "
-                f"{spelled('glob')} chooses differently"
+                f"{where}: reading the {many(len(chosen), f'{what} file')}, leaving out {many(len(left), 'other')}"
+                f"{f' ({suffixes})' * bool(suffixes)}; {spelled('glob')} chooses differently"
             )
         return chosen
 

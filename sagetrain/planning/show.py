@@ -172,7 +172,8 @@ def _brief_table(plan: Plan) -> Table:
     if plan.proposed:
         best = plan.proposed[0]
         words = " ".join(overrides_to(plan.configured, best.cfg))
-        rows.append(("fastest layout", f"{_speed(best.prediction)}: {words}" if words else "as configured"))
+        mark = evidence(best.cfg, best.prediction, plan.hardware).mark
+        rows.append(("fastest layout", f"{mark}{_speed(best.prediction)}: {words}" if words else "as configured"))
     else:
         fits = f"none fits {plan.world_size} x {plan.hardware.name}"
         rows.append(("fastest layout", _AFTER_ERRORS if plan.proposed is None else fits))

@@ -230,3 +230,4 @@ def test_passes_over_the_data_are_told(tmp_path, total: int, level: str | None, 
     found = list(repeats(run_config(data=data, training={"total_tokens": total})))
     assert [(f.level, f.key) for f in found] == ([(level, "data.train.0.path")] if level else [])
     assert not level or f"holds 25 tokens, which training.total_tokens passes over {passes} times" in found[0].message
+    assert (level == "warning") == any("training.total_tokens=400, for four passes" in each.fix for each in found)

@@ -287,6 +287,7 @@ def test_override_messages(tmp_path, override, expected):
     ("override", "expected"),
     [
         ("optimizer.learning_rate=1", "unknown key; the key here is optimizer.lr\n"),
+        ("training.precision=fp8", "the key here is training.dtype (bf16 or fp32; 8 bits are linear.precision)\n"),
         ("training.max_steps=100", "the key here is training.total_tokens, in tokens: steps times tokens_per_step\n"),
         ("training.batch_size=8", "the key here is tokens_per_step.tokens (of a step of all ranks), beside data.micro_"),
         ("parallel.data_parallel_size=2", "there is nothing to set here: it follows from the ranks of the launch"),

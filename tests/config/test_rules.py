@@ -339,7 +339,7 @@ def test_nothing_prepared_is_one_finding(tmp_path) -> None:
     data = {"train": [{"path": f"{tmp_path}/train"}], "valid": [{"path": f"{tmp_path}/valid"}]}
     finding = only(check(run_config(data=data), 1, files=False))
     assert (finding.rule, finding.key, finding.value) == ("data_files", "data.train.0.path", f"{tmp_path}/train")
-    assert finding.message.endswith(f"train.bin and .idx, nor of 1 other, and no {tmp_path}/tokenizer.model")
+    assert finding.message.endswith(f"train.bin and .idx, nor of {tmp_path}/valid, and no {tmp_path}/tokenizer.model")
 
 
 def test_the_tokenizer_beside_the_data_is_looked_for(tmp_path):

@@ -144,14 +144,17 @@ def test_every_kind_of_file_gives_its_tokens_from_any_place(tmp_path, model, exp
 
 
 def test_archives_are_folders(tmp_path, model, expected):
-    """JSON and Parquet files are read before others. Hidden files and those of macOS are left out. A pattern chooses
-    among the files of an archive."""
+    """JSON and Parquet files are read where they are the most bytes. Hidden files and those of macOS are left out. A
+    pattern chooses among the files of an archive."""
     for name, content in (("a.tar.xz", tar(MEMBERS, lzma.compress)), ("a.zip", zipped(MEMBERS))):
         said = []
         path = write(tmp_path, name, content)
         prepare([path], tmp_path / "json", tokenizer=model, say=said.append, overwrite=True)
         assert documents(tmp_path / "json") == expected[:90] + expected[150:]
-        assert f"{path}: reading the 3 JSON and Parquet files, leaving out 1 other; --glob chooses differently" in said
+        assert (
+            f"{path}: reading the 3 JSON and Parquet files, leaving out 1 other (.bz2); --glob chooses differently"
+            in said
+        )
         prepare([path], tmp_path / "all", tokenizer=model, say=said.append, glob="**/*", overwrite=True)
         assert documents(tmp_path / "all") == expected
         for glob, part in (
@@ -204,13 +207,36 @@ def test_a_folder_gives_what_is_most_of_it(tmp_path, model, expected):
     write(folder, "c.csv", table(["a row"]))
     prepare([str(folder)], tmp_path / "x", tokenizer=model, say=said.append)
     assert documents(tmp_path / "x") == expected[:2]
-    assert said[0].endswith("reading the 2 plain text files, leaving out 1 other; --glob chooses differently")
+    assert said[0].endswith("reading the 2 plain text files, leaving out 1 other (.csv); --glob chooses differently")
     write(folder, "c.csv", table(TEXTS[:200]))
     write(folder, "d.tar", tar({"a.csv": table(TEXTS[200:])}))
     prepare([str(folder)], tmp_path / "y", tokenizer=model, say=said.append)
     assert documents(tmp_path / "y") == expected
-    assert any(line.endswith("reading the 2 table and archive files, leaving out 2 others; --glob chooses differently")
-               for line in said)  # fmt: skip
+    left = "reading the 2 table and archive files, leaving out 2 others (.md, .txt); --glob chooses differently"
+    assert any(line.endswith(left) for line in said)
+
+
+def test_a_folder_of_notes_is_read_as_text(tmp_path, model, expected):
+    """A small file of settings, pictures and PDFs beside texts are left out. Records are never plain text, so they are
+    taken from the JSON lines beside a longer one."""
+    folder, said = tmp_path / "in", []
+    folder.mkdir()
+    for name, text in zip(("a.txt", "b.md"), TEXTS, strict=False):
+        (folder / name).write_text(text)
+    for name, content in (
+        ("settings.json", b'{"a": 1}'),
+        ("c.PNG", b"\x89PNG\0"),
+        ("d.pdf", b"%PDF-1.7" + bytes(9999)),
+    ):
+        write(folder, name, content)
+    prepare([str(folder)], tmp_path / "x", tokenizer=model, say=said.append)
+    assert documents(tmp_path / "x") == expected[:2]
+    assert said[0].endswith("reading the 2 plain text files, leaving out 3 others (.json, .pdf, .png); "
+                            "--glob chooses differently")  # fmt: skip
+    file = write(folder, "settings.json", json.dumps({"prompt": "a", "completion": "b"}).encode())
+    for name, source in (("y", str(folder)), ("z", file)):
+        quiet([source], tmp_path / name, tokenizer=model, records=Pairs("prompt", "completion", seq_length=128))
+    assert documents(tmp_path / "y") == documents(tmp_path / "z")
 
 
 def test_records_come_from_tables_arrays_and_archives(tmp_path, model):
@@ -438,9 +464,9 @@ def test_the_tokens_of_a_token_file_are_named(tmp_path, model):
 def test_it_is_named_before_anything_is_prepared(tmp_path, model, monkeypatch):
     monkeypatch.setattr("sagetrain.corpus.outputs.encode", lambda *args: pytest.fail("has begun"))
     (tmp_path / "in").mkdir()
-    for name, content in (("a.txt", b"a text"), ("z.png", REFUSED["g.png"][0])):
+    for name, content in (("a.txt", b"a text"), ("z.bin", REFUSED["g.png"][0])):
         write(tmp_path / "in", name, content)
-    with pytest.raises(ConfigError, match=r"z\.png: holds bytes of zero"):
+    with pytest.raises(ConfigError, match=r"z\.bin: holds bytes of zero"):
         quiet([str(tmp_path / "in")], tmp_path / "x", tokenizer=model)
 
 

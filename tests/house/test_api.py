@@ -460,7 +460,7 @@ def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd, monke
     said = []
     request = api.Request([Path("~/texts")], output="~/train", vocab_size=350)
     assert (made := api.prepare(request, say=said.append)).vocab_size == 350 and made.train == tmp_path / "train"
-    assert any("leaving out 1 other; glob chooses differently" in line for line in said)
+    assert any("leaving out 1 other (.txt); glob chooses differently" in line for line in said)
     path = {"data.train": [{"path": tmp_path / "train"}], "data.valid": [], "training.run_dir": tmp_path / "run"}
     path |= {"optimizer.lr": np.float32(1e-3), "training.total_tokens": np.int64(10**9)}
     plan = api.plan("325m", path, world_size=8, gpu="h100")

@@ -193,8 +193,12 @@ def test_convert_refuses_by_name_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"no layer to convert\. The model has 1 linear layers"):
         convert(nn.Linear(16, 16))
     own = nn.Sequential(OwnForward(16, 16))
-    with pytest.raises(ValueError, match="chose none that is of class Linear"):
+    with pytest.raises(ValueError, match=r"none inside an nn\.ModuleList, .* is of class Linear"):
         convert(own)
+    with pytest.raises(ValueError, match="none that the filter chose is of class Linear"):
+        convert(own, lambda layer, name: True)
+    with pytest.raises(TypeError, match=r"filter is 'fp8', and must be a function .* precision is by name"):
+        convert(own, "fp8")
     layer = convert(convert(own, classes=[OwnForward]), precision="fp8")[0]
     assert isinstance(layer, Linear8bit) and isinstance(layer, OwnForward) and "8bit" in repr(layer)
     copy.deepcopy(layer).fill()

@@ -136,7 +136,8 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
     elsewhere = elsewhere and not any(Path(f"{prefix}.json").is_file() for _, prefix in sources)
     if sources and not (has_tokenizer or elsewhere or cfg.data.tokenizer) and all(map(_is_unprepared, sources)):
         (key, prefix), *others = sources
-        more = f", nor of {many(len(others), 'other')}" if others else ""
+        also = others[0][1] if len(others) == 1 else many(len(others), "other source")
+        more = f", nor of {also}" if others else ""
         message = f"nothing is prepared: no {prefix}.bin and .idx{more}, and no {cfg.data.tokenizer_path}"
         yield _missing(required, key, prefix, message, _PREPARE)
         return
@@ -318,10 +319,15 @@ def repeats(cfg: RunConfig) -> Iterator[Finding]:
     for i, (source, held) in enumerate(zip(cfg.data.train, sizes, strict=True)):
         read = cfg.training.total_tokens * weights[i] / (sum(weights) or 1)
         if held and read > 1.05 * held:  # A smaller ratio would be printed as 1.0 times.
+            few = read <= 4 * held
+            fix = "up to about four passes are nearly as good as new text"
+            if not few:
+                tokens = int(cfg.training.total_tokens * 4 * held / read)
+                fix = f"prepare more text, or set training.total_tokens={tokens:_}, for four passes: {fix}"
             yield About("data_repeats", f"data.train.{i}.path", source.path).found(
-                "info" if read <= 4 * held else "warning",
+                "info" if few else "warning",
                 f"holds {held:,} tokens, which training.total_tokens passes over {read / held:.1f} times",
-                "more text, or fewer tokens; up to about four passes are nearly as good as new text",
+                fix,
             )
 
 
