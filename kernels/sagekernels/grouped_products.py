@@ -10,19 +10,17 @@ by the rows' scales first. Both operands run along the dim that is summed over. 
 on Hopper, and Triton's kernels elsewhere, where torch's own would wait for the host.
 """
 
-import functools
 import itertools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .casts import DTYPES, INT8
 from .grouped import TILE
-from .int8_matmul import GROUP, ProductTile, aligned
-from .launch import capability, ceil_div, check_int8, on_device_of
+from .int8_matmul import TILES, ProductTile, codes_family, load_codes, operands, place_of
+from .launch import capability, ceil_div, on_device_of
 from .operators import operator
 from .pieces import INTERPRETED
 
@@ -65,37 +63,14 @@ def grouped_codes_weight_product_twin(
     return (torch.stack(list(parts)) * a_scale.double()[:, :, None] * b_scale.double()[:, None]).to(dtype)
 
 
-CODES_TILES = {"sm_90": ProductTile(TILE, 128, 128, 4, 3), "portable": ProductTile(TILE, 128, 64, 4, 3)}
-"""The tile of one program of 8-bit products, by family of architectures (launch.family)."""
 WIDE_TILE = ProductTile(TILE, 128, 32, 8, 3)
 """The tile of one program of 16-bit products. In fp32 half as many are summed at a time."""
 
 
 @triton.jit
 def _place(across, down, GROUP: tl.constexpr):
-    """Number the tiles of this program's matrix down groups of GROUP of them, then to the right."""
-    tile = tl.program_id(0) % (across * down)
-    first = tile // (GROUP * across) * GROUP
-    high = tl.minimum(down - first, GROUP)
-    within = tile % (GROUP * across)
-    return first + within % high, within // high
-
-
-@triton.jit
-def _load_codes(
-    X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr, INT: tl.constexpr
-):
-    """Load codes [ROWS, INNER] from a row and a column on, with 0 outside the matrix."""
-    if DESCRIBED:
-        x = X.load([row, at])
-    else:
-        of = row + tl.arange(0, ROWS)
-        step = at + tl.arange(0, INNER)
-        inside = (of < rows)[:, None] & (step < inner)[None, :]
-        x = tl.load(X + of.to(tl.int64)[:, None] * inner + step[None, :], mask=inside, other=0.0)
-    if INTERPRETED and not INT:  # It multiplies the bits of FP8.
-        x = x.to(tl.float32)
-    return x
+    """Return the row and the column of this program's tile in its matrix."""
+    return place_of(tl.program_id(0) % (across * down), across, down, GROUP)
 
 
 @triton.jit
@@ -116,8 +91,8 @@ def _codes_product_kernel(
     expert = tl.maximum(expert, 0)
     total = tl.zeros([BLOCK_M, BLOCK_N], SUM)
     for at in tl.range(0, steps, BLOCK_K):
-        a = _load_codes(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED, INT)
-        b = _load_codes(B, expert * columns + left, at, b_rows, inner, BLOCK_N, BLOCK_K, DESCRIBED, INT)
+        a = load_codes(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED, INT)
+        b = load_codes(B, expert * columns + left, at, b_rows, inner, BLOCK_N, BLOCK_K, DESCRIBED, INT)
         total = tl.dot(a, b.T, total, out_dtype=SUM)
     row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     of_a = tl.load(A_SCALE + row, mask=(row < end) & (steps > 0), other=0.0)
@@ -143,8 +118,8 @@ def _codes_weight_product_kernel(
     begin, end = tl.load(FIRST + expert) * TILE, tl.load(FIRST + expert + 1) * TILE
     total = tl.zeros([BLOCK_M, BLOCK_N], SUM)
     for at in tl.range(begin, end, BLOCK_K):
-        a = _load_codes(A, top, at, a_rows, padded, BLOCK_M, BLOCK_K, DESCRIBED, INT)
-        b = _load_codes(B, left, at, b_rows, padded, BLOCK_N, BLOCK_K, DESCRIBED, INT)
+        a = load_codes(A, top, at, a_rows, padded, BLOCK_M, BLOCK_K, DESCRIBED, INT)
+        b = load_codes(B, left, at, b_rows, padded, BLOCK_N, BLOCK_K, DESCRIBED, INT)
         total = tl.dot(a, b.T, total, out_dtype=SUM)
     row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     of_a = tl.load(A_SCALE + expert * a_rows + row, mask=row < a_rows, other=0.0)
@@ -231,35 +206,6 @@ def _clear_experts_kernel(OUT, ENDS, size, BLOCK: tl.constexpr):
             tl.store(OUT + expert.to(tl.int64) * size + place, zeros, mask=place < size)
 
 
-@functools.cache
-def _codes_family(device: torch.device, number: torch.dtype) -> str:
-    """Return the row of CODES_TILES for a device.
-
-    Raises:
-        NotImplementedError: its products in this format are slow or do not exist.
-    """
-    found = capability(device)
-    if number == INT8:
-        check_int8(found, by_tensor_memory=True)
-    elif found < (8, 9):
-        raise NotImplementedError(
-            f"FP8 products of experts need compute capability 8.9 (Ada) or newer, got {found[0]}.{found[1]}; use int8 "
-            "or 16 bits"
-        )
-    return "sm_90" if found[0] == 9 else "portable"
-
-
-def _operands(a: Tensor, b: Tensor, tile: ProductTile, described: bool) -> tuple[object, object]:
-    """Return codes as a kernel takes them, as descriptors if it is to copy by the copy engine."""
-    a, b = aligned(a), aligned(b)
-    if not described:
-        return a, b
-    return tuple(
-        TensorDescriptor(x, x.shape, [x.shape[1], 1], [block, tile.block_k])
-        for x, block in ((a, tile.block_m), (b, tile.block_n))
-    )
-
-
 def grouped_codes_product_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, tiles: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -268,14 +214,13 @@ def grouped_codes_product_triton(
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)
     if not out.numel():
         return out
-    family = _codes_family(a.device, a.dtype) if a.is_cuda else "portable"
-    tile, flat = CODES_TILES[family], b.view(-1, inner)
-    first, second = _operands(a, flat, tile, family == "sm_90")
+    family, flat = codes_family(a.device, a.dtype), b.view(-1, inner)
+    tile, described = TILES[family], family == "sm_90"
+    first, second = operands(a, flat, tile, described)
     with on_device_of(a):
         _codes_product_kernel[(len(tiles) * ceil_div(columns, tile.block_n),)](
             first, a_scale, second, b_scale, out, tiles, rows, len(flat), columns, inner, len(tiles),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP,
-            DESCRIBED=family == "sm_90", INT=a.dtype == INT8, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            DESCRIBED=described, INT=a.dtype == INT8, **tile.launch,
         )  # fmt: skip
     return out
 
@@ -286,23 +231,20 @@ def grouped_codes_weight_product_triton(
     """Compute grouped_codes_weight_product_twin on a GPU, within the roundings of fp32 and the one to dtype."""
     experts, outputs, inputs = len(a_scale), len(a), len(b)
     out = torch.empty(experts, outputs, inputs, dtype=dtype, device=a.device)
-    family = _codes_family(a.device, a.dtype) if a.is_cuda else "portable"
-    tile = CODES_TILES[family]
-    one, other = _operands(a, b, tile, family == "sm_90")
+    family = codes_family(a.device, a.dtype)
+    tile, described = TILES[family], family == "sm_90"
+    one, other = operands(a, b, tile, described)
     with on_device_of(a):
         _codes_weight_product_kernel[(experts * ceil_div(outputs, tile.block_m) * ceil_div(inputs, tile.block_n),)](
             one, a_scale, other, b_scale, out, first, outputs, inputs, a.shape[1],
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP, TILE=TILE,
-            DESCRIBED=family == "sm_90", INT=a.dtype == INT8, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            TILE=TILE, DESCRIBED=described, INT=a.dtype == INT8, **tile.launch,
         )  # fmt: skip
     return out
 
 
-def _wide_tile(x: Tensor) -> tuple[ProductTile, dict[str, int]]:
-    """Return the tile of products in the dtype of x, and it as arguments of a launch."""
-    tile = WIDE_TILE if x.element_size() == 2 else WIDE_TILE._replace(block_k=16)
-    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": GROUP}
-    return tile, {**blocks, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+def _wide_tile(x: Tensor) -> ProductTile:
+    """Return the tile of products in the dtype of x."""
+    return WIDE_TILE if x.element_size() == 2 else WIDE_TILE._replace(block_k=16)
 
 
 def grouped_product_triton(x: Tensor, weight: Tensor, tiles: Tensor) -> Tensor:
@@ -310,11 +252,11 @@ def grouped_product_triton(x: Tensor, weight: Tensor, tiles: Tensor) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     (rows, inner), columns = x.shape, weight.shape[2]
     out = x.new_empty(rows, columns)
-    tile, how = _wide_tile(x)
+    tile = _wide_tile(x)
     if out.numel():
         with on_device_of(x):
             _product_kernel[(len(tiles) * ceil_div(columns, tile.block_n),)](
-                x, weight, out, tiles, columns, inner, x.stride(0), *weight.stride(), len(tiles), **how
+                x, weight, out, tiles, columns, inner, x.stride(0), *weight.stride(), len(tiles), **tile.launch
             )
     return out
 
@@ -324,10 +266,10 @@ def grouped_weight_product_triton(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     experts, outputs, inputs = len(ends), a.shape[1], b.shape[1]
     out = a.new_empty(experts, outputs, inputs)
-    tile, how = _wide_tile(a)
+    tile = _wide_tile(a)
     with on_device_of(a):
         _weight_product_kernel[(experts * ceil_div(outputs, tile.block_m) * ceil_div(inputs, tile.block_n),)](
-            a, b, out, ends, outputs, inputs, a.stride(0), b.stride(0), **how
+            a, b, out, ends, outputs, inputs, a.stride(0), b.stride(0), **tile.launch
         )
     return out
 

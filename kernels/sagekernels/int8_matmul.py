@@ -20,8 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper_int8, nvrtc
 from .casts import DTYPES, INT8, MULTIPLE
-from .launch import capability, ceil_div, check_int8, family, on_device_of
+from .launch import capability, ceil_div, check_int8, on_device_of
 from .operators import operator
+from .pieces import INTERPRETED
 
 PIECE = 131072
 """The number of products of codes that are summed in int32, which holds 133,144 of the largest. Longer sums are made in
@@ -37,9 +38,15 @@ class ProductTile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def launch(self) -> dict[str, int]:
+        """The constants and options of a launch."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+        return {**blocks, "GROUP": GROUP, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 TILES = {"sm_90": ProductTile(128, 128, 128, 4, 3), "portable": ProductTile(128, 128, 64, 4, 3)}
-"""The tile of each family of architectures (launch.family)."""
+"""The tile of products of codes, by family of architectures (codes_family)."""
 GROUP = 8
 """The number of tiles below each other that are computed before those to their right. They share the part of b that L2
 holds."""
@@ -51,15 +58,29 @@ def product_twin(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
 
 
 @triton.jit
-def _load_tile(X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr):
+def place_of(tile, across, down, GROUP: tl.constexpr):
+    """Return the row and the column of a tile. Tiles are numbered down groups of GROUP of them, then to the right."""
+    first = tile // (GROUP * across) * GROUP
+    high = tl.minimum(down - first, GROUP)
+    within = tile % (GROUP * across)
+    return first + within % high, within // high
+
+
+@triton.jit
+def load_codes(
+    X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr, INT: tl.constexpr = True
+):
     """Load codes [ROWS, INNER] from a row and a column on, with 0 outside the matrix."""
     if DESCRIBED:
-        return X.load([row, at])
+        x = X.load([row, at])
     else:
         of = row + tl.arange(0, ROWS)
         step = at + tl.arange(0, INNER)
         inside = (of < rows)[:, None] & (step < inner)[None, :]
-        return tl.load(X + of.to(tl.int64)[:, None] * inner + step[None, :], mask=inside, other=0)
+        x = tl.load(X + of.to(tl.int64)[:, None] * inner + step[None, :], mask=inside, other=0.0)
+    if INTERPRETED and not INT:  # It multiplies the bits of FP8.
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -69,17 +90,14 @@ def _int8_product_kernel(
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of results per program. A and B are pointers or, with DESCRIBED, descriptors of copies by the
-    copy engine. Tiles are numbered down groups of GROUP of them, then to the right."""
+    copy engine."""
     across, down = tl.cdiv(columns, BLOCK_N), tl.cdiv(rows, BLOCK_M)
-    tile = tl.program_id(0)
-    first = tile // (GROUP * across) * GROUP
-    high = tl.minimum(down - first, GROUP)
-    within = tile % (GROUP * across)
-    top, left = (first + within % high) * BLOCK_M, within // high * BLOCK_N
+    below, right = place_of(tl.program_id(0), across, down, GROUP)
+    top, left = below * BLOCK_M, right * BLOCK_N
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
     for at in tl.range(0, inner, BLOCK_K):
-        a = _load_tile(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED)
-        b = _load_tile(B, left, at, columns, inner, BLOCK_N, BLOCK_K, DESCRIBED)
+        a = load_codes(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED)
+        b = load_codes(B, left, at, columns, inner, BLOCK_N, BLOCK_K, DESCRIBED)
         total = tl.dot(a, b.T, total, out_dtype=tl.int32)
     row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     of_a = tl.load(A_SCALE + row, mask=row < rows, other=0.0)
@@ -95,43 +113,58 @@ def int8_product_triton(
 ) -> Tensor:
     """Compute product_twin on a GPU, within the roundings of fp32 and the one to dtype. Without `tile` the architecture
     decides it."""
-    a, b = (aligned(x) for x in (a, b))
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     (rows, inner), (columns, _) = a.shape, b.shape
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)
     if not (rows and columns):
         return out
-    rows_of = _rows_of(a.device) if a.is_cuda else "portable"
-    described = rows_of == "sm_90"
-    tile = tile or TILES[rows_of]
-    first, second = a, b
-    if described:
-        first, second = (
-            # The stride of a single row may be any number, so it is set here.
-            TensorDescriptor(x, x.shape, [inner, 1], [block, tile.block_k])
-            for x, block in ((a, tile.block_m), (b, tile.block_n))
-        )
+    family = codes_family(a.device, INT8)
+    tile, described = tile or TILES[family], family == "sm_90"
+    first, second = operands(a, b, tile, described)
     programs = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n)
     with on_device_of(a):
         _int8_product_kernel[(programs,)](
-            first, a_scale, second, b_scale, out, rows, columns, inner,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP,
-            DESCRIBED=described, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            first, a_scale, second, b_scale, out, rows, columns, inner, DESCRIBED=described, **tile.launch
+        )
     return out
 
 
+def operands(a: Tensor, b: Tensor, tile: ProductTile, described: bool) -> tuple[object, object]:
+    """Return codes as a kernel takes them, as descriptors if it is to copy by the copy engine."""
+    a, b = aligned(a), aligned(b)
+    if not described:
+        return a, b
+    return tuple(
+        # The stride of a single row may be any number, so it is set here.
+        TensorDescriptor(x, x.shape, [x.shape[1], 1], [block, tile.block_k])
+        for x, block in ((a, tile.block_m), (b, tile.block_n))
+    )
+
+
 @functools.cache
-def _rows_of(device: torch.device) -> str:
-    """Return the row of TILES for a device. Raises where its INT8 products are slow or do not exist."""
-    check_int8(capability(device), by_tensor_memory=True)
-    return family(capability(device))
+def codes_family(device: torch.device, number: torch.dtype) -> str:
+    """Return the row of TILES for a device.
+
+    Raises:
+        NotImplementedError: its products in this format are slow or do not exist.
+    """
+    if device.type != "cuda":
+        return "portable"
+    found = capability(device)
+    if number == INT8:
+        check_int8(found, by_tensor_memory=True)
+    elif found < (8, 9):
+        raise NotImplementedError(
+            f"FP8 products of experts need compute capability 8.9 (Ada) or newer, got {found[0]}.{found[1]}; use int8 "
+            "or 16 bits"
+        )
+    return "sm_90" if found[0] == 9 else "portable"
 
 
 @functools.cache
 def _by_cuda(device: torch.device) -> bool:
     """Return whether hopper_int8.cu runs on a device. Without NVRTC, which compiles it, Triton's kernel does."""
-    return _rows_of(device) == "sm_90" and nvrtc.available()
+    return codes_family(device, INT8) == "sm_90" and nvrtc.available()
 
 
 def begin(device: torch.device, dtype: torch.dtype) -> None:

@@ -27,6 +27,7 @@ from .adamw import (
     write_master,
     write_moment,
 )
+from .int8_matmul import place_of
 from .launch import ceil_div, on_device_of
 from .pieces import INTERPRETED
 
@@ -156,9 +157,7 @@ def _product_kernel(
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     # Programs that run at the same time share rows and columns, which the L2 cache then holds.
-    first = tile // (GROUP * across) * GROUP
-    high = min(down - first, GROUP)
-    tile_row, tile_column = first + tile % (GROUP * across) % high, tile % (GROUP * across) // high
+    tile_row, tile_column = place_of(tile, across, down, GROUP)
     if SYMMETRIC:
         if tile_row > tile_column:
             return

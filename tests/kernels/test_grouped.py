@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernel_inputs import random_choices, router_results
-from sagekernels import grouped_casts, grouped_products, grouped_swiglu, router
+from sagekernels import grouped_casts, grouped_products, grouped_swiglu, int8_matmul, router
 from sagekernels.casts import E4M3, INT8, quantize
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, PLAN_ROWS, TILE, combine, gather, plan_rows
 from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedLowBit, GroupedMatmul, grouped_gated, grouped_matmul
@@ -327,13 +327,13 @@ def test_rows_of_tokens_are_not_kept():
     ((10, 3), "B300", "portable"), ((12, 0), "portable", "portable"), ((7, 5), "8.0", "compute capability 8.9"),
 ])  # fmt: skip
 def test_gpus_have_tiles_or_are_refused(found, int8, fp8, monkeypatch):
-    monkeypatch.setattr(grouped_products, "capability", lambda device: found)
+    monkeypatch.setattr(int8_matmul, "capability", lambda device: found)
     for number, expected in ((INT8, int8), (E4M3, fp8)):
-        if expected in grouped_products.CODES_TILES:
-            assert grouped_products._codes_family.__wrapped__(torch.device("cuda"), number) == expected
+        if expected in int8_matmul.TILES:
+            assert int8_matmul.codes_family.__wrapped__(torch.device("cuda"), number) == expected
         else:
             with pytest.raises(NotImplementedError, match=expected):
-                grouped_products._codes_family.__wrapped__(torch.device("cuda"), number)
+                int8_matmul.codes_family.__wrapped__(torch.device("cuda"), number)
 
 
 def test_what_they_do_not_take_they_refuse():

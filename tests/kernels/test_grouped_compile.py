@@ -12,6 +12,7 @@ from triton.compiler import ASTSource, CompiledKernel, compile
 from sagekernels import casts, grouped, grouped_casts
 from sagekernels import grouped_products as products
 from sagekernels import grouped_swiglu as swiglu
+from sagekernels.int8_matmul import GROUP, TILES
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
@@ -61,8 +62,8 @@ PRODUCTS = {(80, "int8"), (89, "e4m3"), (90, "int8"), (90, "e4m3"), (120, "int8"
 def test_products_of_codes_use_tensor_cores(architecture, number, tmp_path):
     """On Hopper operands come by the copy engine, and two programs of the gradient's fit on a multiprocessor."""
     hopper = architecture == 90
-    tile = products.CODES_TILES["sm_90" if hopper else "portable"]
-    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": products.GROUP}
+    tile = TILES["sm_90" if hopper else "portable"]
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": GROUP}
     constants |= {"DESCRIBED": hopper, "INT": number == "int8"}
     kind = {"int8": "i8", "e4m3": "fp8e4nv"}[number]
     types = {**dict.fromkeys(("A", "B"), f"*{kind}"), **dict.fromkeys(("A_SCALE", "B_SCALE"), "*fp32")}
@@ -86,7 +87,7 @@ def test_products_of_codes_use_tensor_cores(architecture, number, tmp_path):
 def test_products_in_the_dtype_of_rows_compile(architecture, x, tmp_path):
     """Weights lie either way in 16 bits. fp32 has no tensor cores."""
     tile = products.WIDE_TILE if x != "*fp32" else products.WIDE_TILE._replace(block_k=16)
-    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": products.GROUP}
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": GROUP}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     kernels = [
         (products._product_kernel, {"of_inner": 1}),

@@ -167,7 +167,7 @@ if INSIDE:
 
     def test_mistakes_in_products_are_found(monkeypatch):
         mistakes = [
-            ("_codes_product_kernel", "b = _load_codes(B, expert * columns + left", "b = _load_codes(B, left"),
+            ("_codes_product_kernel", "b = load_codes(B, expert * columns + left", "b = load_codes(B, left"),
             ("_codes_product_kernel", "expert * columns + column", "column"),
             ("_codes_product_kernel", "A_SCALE + row", "A_SCALE + tl.arange(0, BLOCK_M)"),
             ("_codes_product_kernel", "(expert >= 0) & (top < end), inner", "top < end, inner"),
