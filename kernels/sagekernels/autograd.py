@@ -14,6 +14,7 @@ from .backends import NAMED, default_recipe
 from .call import RECIPES, BackendName, BackwardCall, Call, Options, RecipeName, Saved, empty_terms
 from .forward import document_bounds_triton
 from .operators import LIBRARY, autocast_dtype, operator
+from .quantize import Codes
 from .refusals import differentiated_once, one_of, refuse_transforms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,7 +80,8 @@ def sage_attention(
             torch.func.
     """
     refuse_transforms(*_NAMED)
-    q, k, v = autocast(q, k, v)
+    if (dtype := autocast_dtype(q)) is not None:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
     options = settled(q, k, v, causal, scale, smooth_k, cu_seqlens, bounds, window, recipe, backend)
     check_sinks(q, sinks)
     return FORWARD(q, k, v, *options, sinks)[0]
@@ -137,7 +139,9 @@ def settled(
     if bounds is not None and window is not None:
         raise ValueError("give bounds or a window, not both: bounds are document_bounds(cu_seqlens, N, window)")
     window = reference.hiding_window(window, q.shape[1], k.shape[1])
-    bounds = bounds_of(q, cu_seqlens, bounds, window)
+    if cu_seqlens is not None or window is not None:
+        bounds = document_bounds(cu_seqlens, q.shape[1], window, q.device)
+    bounds = None if bounds is None else bounds.contiguous()
     return Options(bounds, causal, scale_of(q, scale), smooth_k, recipe, backend)
 
 
@@ -157,25 +161,12 @@ def check_backend(q: Tensor, backend: str | None) -> None:
         raise TypeError(f"the {name} backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast the inputs to the dtype of autocast, where it is enabled."""
-    dtype = autocast_dtype(q)
-    return (q, k, v) if dtype is None else (q.to(dtype), k.to(dtype), v.to(dtype))
-
-
 def scale_of(q: Tensor, scale: float | None) -> float:
     """Return the factor on the scores, D ** -0.5 if none is given. It must be positive and finite."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale must be positive and finite, got {scale}")
     return scale
-
-
-def bounds_of(q: Tensor, cu_seqlens: Tensor | None, bounds: Tensor | None, window: int | None = None) -> Tensor | None:
-    """Return the bounds of documents and window, contiguous, from whatever describes them."""
-    if cu_seqlens is not None or window is not None:
-        bounds = document_bounds(cu_seqlens, q.shape[1], window, q.device)
-    return None if bounds is None else bounds.contiguous()
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None, bounds: Tensor | None) -> None:
@@ -234,22 +225,11 @@ Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor | None,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    recipe: str,
-    backend: str | None,
-    sinks: Tensor | None = None,
-) -> Eight:
+def _forward(*arguments) -> Eight:
     """Return (o, lse, q codes, q scale, k codes, k scale, k mean, scores of the sinks), with the shapes of
     call.Saved."""
-    call = Call(q, k, v, bounds, causal, scale, smooth_k, recipe, backend, sinks)
-    if q.numel() == 0:
+    call = Call(*arguments)
+    if call.q.numel() == 0:
         return _forward_fake(*call)
     o, saved = backends.forward(call)
     observe.forward(call, saved)
@@ -258,23 +238,13 @@ def _forward(
 
 def _forward_fake(*arguments) -> Eight:
     call = Call(*arguments)
-    q, has_sinks = call.q, call.sinks is not None
-    batch, n_q, heads, head_dim = q.shape
-    n_k, kv_heads = call.k.shape[1:3]
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    return (
-        empty(*q.shape, dtype=q.dtype),
-        empty(batch, heads, n_q),
-        empty(batch, heads, n_q, head_dim, dtype=torch.int8),
-        empty(batch, heads, n_q),
-        empty(batch, kv_heads, n_k, head_dim, dtype=torch.int8),
-        empty(batch, kv_heads, n_k),
-        empty(batch, kv_heads, 1, head_dim) if call.smooth_k and has_sinks else empty(0),
-        empty(batch, heads, n_q) if has_sinks else empty(0),
-    )
+    o, lse, q_codes = call.empty_results()
+    mean = own = None
+    if call.sinks is not None:
+        batch, _, kv_heads, head_dim = call.k.shape
+        mean = lse.new_empty(batch, kv_heads, 1, head_dim) if call.smooth_k else None
+        own = torch.empty_like(lse)
+    return o, *Saved(lse, q_codes, Codes.empty_for(call.k), mean, own).tensors
 
 
 def _backward(
@@ -323,7 +293,7 @@ def _document_bounds(cu_seqlens: Tensor, length: int, window: int | None = None)
 
 
 DOCUMENT_BOUNDS = operator(_document_bounds, lambda cu_seqlens, length, window=None: cu_seqlens.new_empty(2, length))
-FORWARD = operator(_forward, _forward_fake)
+FORWARD = operator(_forward, _forward_fake, Call)
 BACKWARD = operator(_backward, _backward_fake)
 
 

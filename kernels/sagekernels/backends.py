@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import observe
 from .backward import triton_backward
-from .call import Backend, BackwardCall, Call, Gradients, Projection, ProjectionGradients, Saved
+from .call import RECIPES, Backend, BackwardCall, Call, Gradients, Projection, ProjectionGradients, Saved
 from .forward import triton_forward
 from .hopper import HOPPER
 from .launch import capability
@@ -50,7 +50,7 @@ def projection(call: BackwardCall, made_from: Projection) -> ProjectionGradients
     passes over memory where the backend has kernels for that, and otherwise one after the other."""
 
     def run(backend: Backend) -> ProjectionGradients:
-        if backend.projection is not None:
+        if backend.projection is not None and not RECIPES[call.recipe].int8_gradients:
             return backend.projection(call, made_from)
         grads = backend.backward(call)
         observe.backward(call, grads)

@@ -209,6 +209,9 @@ def triton_backward(call: BackwardCall) -> Gradients:
     group, held = heads // kv_heads, block_d(head_dim)
     do, v = (x if x.stride(3) == 1 else x.contiguous() for x in (do, v))
     half = rules.int8_gradients and half_sums(do.device)
+    kind = {"HEAD_DIM": head_dim, "BLOCK_D": held, "PER_TILE": rules.per_tile, "HALF_SUMS": half}
+    kind |= {"INT8_GRADIENTS": rules.int8_gradients}
+    seen = {"IS_CAUSAL": call.causal, "PACKED": call.bounds is not None}
     with on_device_of(do):
         do8t = shifted = do16 = back = v_largest = q8t = k8t = q16 = k16 = None
         if rules.int8_gradients:
@@ -228,8 +231,7 @@ def triton_backward(call: BackwardCall) -> Gradients:
             do, call.o, saved.lse, saved.q.scale, v_largest, saved.sink_scores,
             delta, back, queries, do8t, shifted, do16, call.sink_terms,
             scale, heads, group, n_q, tiles_of(n_q) * TILE, tiles_of(n_q), *do.stride()[:3],
-            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, PER_TILE=rules.per_tile,
-            INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half, num_warps=4,
+            TILE=TILE, num_warps=4, **kind,
         )  # fmt: skip
         if half:
             do = do16.transpose(1, 2)
@@ -243,21 +245,13 @@ def triton_backward(call: BackwardCall) -> Gradients:
         dkdv_kernel[(blocks * batch * kv_heads,)](
             saved.q.codes, q8t, q16, *saved.k, v, do, do8t, shifted, queries, queries,
             *bounds_of_keys(call.bounds, n_q), dk, dv,
-            scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
-            HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile,
-            INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+            scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides, **kind, **seen, **tiles.launch,
         )  # fmt: skip
         tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
             *saved.q, saved.k.codes, k8t, k16, saved.k.scale, saved.k_mean, v, do, saved.lse, delta, back, v_largest,
             starts, ends, call.sink_terms, dq,
-            scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
-            HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile,
-            INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+            scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides, **kind, **seen, **tiles.launch,
         )  # fmt: skip
     return dq, dk, dv

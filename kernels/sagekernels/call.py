@@ -127,6 +127,12 @@ class Call(NamedTuple):
         """A tensor that has the shape, dtype and device of q."""
         return self.q
 
+    def empty_results(self) -> tuple[Tensor, Tensor, Codes]:
+        """Return memory for o, for lse, and for the codes of q."""
+        codes = Codes.empty_for(self.q)
+        o = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        return o, torch.empty_like(codes.scale), codes
+
     def backward(self, do: Tensor, o: Tensor, saved: Saved) -> BackwardCall:
         """Return the call of the backward pass for the results of this forward pass."""
         options = (self.causal, self.scale, self.recipe, self.backend)
@@ -173,8 +179,9 @@ class Backend(NamedTuple):
     backward: Callable[[BackwardCall], Gradients]
     """The backward pass, with the results of reference.twin_backward up to the order of float32 sums."""
     projection: Callable[[BackwardCall, Projection], ProjectionGradients] | None = None
-    """The backward pass and then that of qk_norm_rope, where kernels do both in fewer passes over memory than
-    qk_norm_rope.projection_gradients after `backward`. It tells observe.py of the gradients in between."""
+    """The backward pass of recipes with gradients in 16 bits and then that of qk_norm_rope, where kernels do both in
+    fewer passes over memory than qk_norm_rope.projection_gradients after `backward`. It tells observe.py of the
+    gradients in between."""
     fastest: str | None = None
     """The recipe that was measured to be the fastest of those that are level with 16-bit attention in loss."""
     begin: Callable[[int, bool, bool, bool, bool], None] | None = None

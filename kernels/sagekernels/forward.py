@@ -224,9 +224,7 @@ def triton_forward(call: Call) -> tuple[Tensor, Saved]:
             *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, v_largest,
             starts, ends, own, o, lse,
             call.scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks, *v.stride()[:3],
-            HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, INT8_PV=rules.int8_pv,
-            HALF_SUMS=half,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), IS_CAUSAL=call.causal, PACKED=call.bounds is not None,
+            INT8_PV=rules.int8_pv, HALF_SUMS=half, **tiles.launch,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, None if own is None else k_mean, own)

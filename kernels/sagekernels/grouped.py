@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .casts import DTYPES
 from .launch import ceil_div, on_device_of
-from .operators import operator
+from .operators import by_device, operator
 from .refusals import refuse_transforms
 
 TILE = 128
@@ -296,19 +296,12 @@ def _plan_rows_fake(choices: Tensor, experts: int, room: int) -> _Planned:
 PLAN_ROWS = operator(_plan_rows, _plan_rows_fake)
 
 
-def _gather_rows(x: Tensor, choice: Tensor, top: int) -> Tensor:
-    by_kernel = x.is_cuda and x.dtype in DTYPES
-    return (gather_triton if by_kernel else gather_twin)(x, choice, top)
-
-
-GATHER_ROWS = operator(_gather_rows, lambda x, choice, top: x.new_empty(choice.shape[0], x.shape[1]))
-
-
-def _combine_rows(y: Tensor, slot: Tensor) -> Tensor:
-    return (combine_triton if y.is_cuda and y.dtype in DTYPES else combine_twin)(y, slot)
-
-
-COMBINE_ROWS = operator(_combine_rows, lambda y, slot: y.new_empty(slot.shape[0], y.shape[1]))
+GATHER_ROWS = by_device(
+    "gather_rows", gather_twin, gather_triton, lambda x, choice, top: x.new_empty(choice.shape[0], x.shape[1])
+)
+COMBINE_ROWS = by_device(
+    "combine_rows", combine_twin, combine_triton, lambda y, slot: y.new_empty(slot.shape[0], y.shape[1])
+)
 
 
 def plan_rows(choices: Tensor, experts: int, room: int | None = None) -> Rows:

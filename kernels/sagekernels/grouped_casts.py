@@ -40,7 +40,7 @@ from .casts import (
 )
 from .grouped import TILE, Rows, gather_twin
 from .launch import ceil_div, on_device_of
-from .operators import operator
+from .operators import by_device, operator
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -323,10 +323,6 @@ def _grouped_casts_fake(
 GROUPED_CASTS = operator(_grouped_casts, _grouped_casts_fake)
 
 
-def _weight_casts(weight: Tensor, number: torch.dtype) -> Four:
-    return (weight_casts_triton if weight.is_cuda else weight_casts_twin)(weight, number)
-
-
 def _weight_casts_fake(weight: Tensor, number: torch.dtype) -> Four:
     experts, outputs, inputs = weight.shape
     padded = (outputs + MULTIPLE - 1) // MULTIPLE * MULTIPLE
@@ -338,7 +334,7 @@ def _weight_casts_fake(weight: Tensor, number: torch.dtype) -> Four:
     )
 
 
-WEIGHT_CASTS = operator(_weight_casts, _weight_casts_fake)
+WEIGHT_CASTS = by_device("weight_casts", weight_casts_twin, weight_casts_triton, _weight_casts_fake)
 
 
 def row_casts(x: Tensor, rows: Rows, number: torch.dtype, gathers: bool) -> tuple[Tensor, Tensor]:

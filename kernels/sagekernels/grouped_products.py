@@ -21,7 +21,7 @@ from .casts import DTYPES, INT8
 from .grouped import TILE
 from .int8_matmul import TILES, ProductTile, codes_family, load_codes, operands, place_of
 from .launch import capability, ceil_div, on_device_of
-from .operators import operator
+from .operators import by_device, operator
 from .pieces import INTERPRETED
 
 
@@ -341,17 +341,15 @@ def _grouped_codes_product_fake(
 GROUPED_CODES_PRODUCT = operator(_grouped_codes_product, _grouped_codes_product_fake)
 
 
-def _grouped_codes_weight_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, dtype: torch.dtype
-) -> Tensor:
-    by_kernel = grouped_codes_weight_product_triton if a.is_cuda else grouped_codes_weight_product_twin
-    return by_kernel(a, a_scale, b, b_scale, first, dtype)
-
-
 def _grouped_codes_weight_product_fake(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, dtype: torch.dtype
 ) -> Tensor:
     return a.new_empty(a_scale.shape[0], a.shape[0], b.shape[0], dtype=dtype)
 
 
-GROUPED_CODES_WEIGHT_PRODUCT = operator(_grouped_codes_weight_product, _grouped_codes_weight_product_fake)
+GROUPED_CODES_WEIGHT_PRODUCT = by_device(
+    "grouped_codes_weight_product",
+    grouped_codes_weight_product_twin,
+    grouped_codes_weight_product_triton,
+    _grouped_codes_weight_product_fake,
+)

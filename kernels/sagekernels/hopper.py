@@ -2,28 +2,18 @@
 
 from . import hopper_backward as of_backward
 from . import hopper_forward as of_forward
-from . import nvrtc, observe, quantize_keys
+from . import nvrtc, quantize_keys
 from .backward import triton_backward
-from .call import RECIPES, Backend, BackwardCall, Gradients, Projection, ProjectionGradients, scores_by_token
+from .call import RECIPES, Backend, BackwardCall, Gradients, scores_by_token
 from .hopper_backward import hopper_backward
 from .hopper_forward import ARCHITECTURE, SCHEDULES, hopper_forward
 from .hopper_projection import hopper_projection
-from .qk_norm_rope import projection_gradients
 
 
 def backward(call: BackwardCall) -> Gradients:
     """Compute the gradients of `scores` by the CUDA kernel, those of `fine` by the portable ones: hopper_backward.py
     says why INT8 gradients have no kernel here."""
     return (triton_backward if RECIPES[call.recipe].int8_gradients else hopper_backward)(call)
-
-
-def projection(call: BackwardCall, made_from: Projection) -> ProjectionGradients:
-    """Compute the gradients behind QK-norm and rotary embedding, those of `fine` in two steps."""
-    if not RECIPES[call.recipe].int8_gradients:
-        return hopper_projection(call, made_from)
-    grads = triton_backward(call)
-    observe.backward(call, grads)
-    return projection_gradients(grads, made_from)
 
 
 def begin(head_dim: int, smooth: bool, bounds: bool, sinks: bool, half: bool) -> None:
@@ -40,7 +30,7 @@ HOPPER = Backend(
     takes=scores_by_token,
     forward=hopper_forward,
     backward=backward,
-    projection=projection,
+    projection=hopper_projection,
     fastest="scores",
     begin=begin,
 )

@@ -12,7 +12,6 @@ from .call import Call, Saved
 from .launch import multiprocessors, on_device_of
 from .nvrtc import load, mappable, tensor_map
 from .pieces import LOG2E
-from .quantize import Codes
 from .quantize_keys import quantize_keys
 from .sinks import sink_scores
 
@@ -49,12 +48,7 @@ def hopper_forward(call: Call) -> tuple[Tensor, Saved]:
             k, call.smooth_k, nk_padded, ARCHITECTURE, mean=call.sinks is not None
         )
         own = sink_scores(call, mean)
-        q_codes = Codes(
-            torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
-            torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
-        )
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
+        o, lse, q_codes = call.empty_results()
         starts, ends = (None, None) if bounds is None else bounds.unbind()
         m_blocks = -(-n_q // (64 * consumers))
         tiles = m_blocks * batch * heads

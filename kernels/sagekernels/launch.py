@@ -22,6 +22,12 @@ class Tiles(NamedTuple):
     max_registers: int | None = None
     """The registers of a thread. With fewer registers more programs fit on a multiprocessor, at the price of spills."""
 
+    @property
+    def launch(self) -> dict[str, int | None]:
+        """The constants and options of a launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, **options}
+
 
 # The table maps kernel -> family of architectures -> {head dimension as held: tiles}. In the backward kernels the side
 # that is looped over is TILE, the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer

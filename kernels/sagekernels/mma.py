@@ -17,7 +17,7 @@ from .call import RECIPES, Backend, BackwardCall, Call, Gradients, Saved, scores
 from .launch import on_device_of
 from .nvrtc import load, mappable
 from .pieces import LOG2E
-from .quantize import TILE, Codes, tiles_of
+from .quantize import TILE, tiles_of
 from .quantize_keys import quantize_keys
 from .sinks import sink_scores
 
@@ -103,12 +103,7 @@ def mma_forward(call: Call, *, half_sums: bool | None = None) -> tuple[Tensor, S
         own = sink_scores(call, mean)
         half_sums = launch.half_sums(q.device) if half_sums is None else half_sums
         values, units = _values(v, tiles, architecture) if half_sums else (v, None)
-        q_codes = Codes(
-            torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
-            torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
-        )
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
+        o, lse, q_codes = call.empty_results()
         starts, ends = (None, None) if bounds is None else bounds.unbind()
         blocks = -(-n_q // QUERIES)
         half, sinks = q.dtype == torch.float16, own is not None

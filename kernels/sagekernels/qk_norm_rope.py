@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from .call import Gradients, Projection, ProjectionGradients
 from .casts import DTYPES
 from .launch import on_device_of
-from .operators import operator
+from .operators import by_device
 from .refusals import differentiated_once, refuse_transforms
 
 # A program has so many elements of the halves of heads in hand at a time, and so many warps. These are 16 heads of 128
@@ -293,32 +293,12 @@ def qk_norm_rope_gradients_triton(
     return out, of_gains
 
 
-def _qk_norm_rope(
-    q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return (qk_norm_rope_triton if q.is_cuda else qk_norm_rope_twin)(q, k, q_gain, k_gain, cos, sin, eps)
-
-
 def _qk_norm_rope_fake(
     q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     head_dim = q_gain.shape[0]
     q_out, k_out = (x.new_empty(x.shape[0], x.shape[1] // head_dim, head_dim) for x in (q, k))
     return q_out, k_out
-
-
-def _qk_norm_rope_gradients(
-    of_q: Tensor, of_k: Tensor, of_v: Tensor, q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor,
-    cos: Tensor, sin: Tensor, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    gradients = qk_norm_rope_gradients_triton if q.is_cuda else qk_norm_rope_gradients_twin
-    return gradients(of_q, of_k, of_v, q, k, q_gain, k_gain, cos, sin, eps)
-
-
-def projection_gradients(grads: Gradients, projection: Projection) -> ProjectionGradients:
-    """Compute the gradients of a projection from those of an attention call, [B, N, heads, D] each."""
-    of_q, of_k, of_v = (x.flatten(0, 1) for x in grads)
-    return _qk_norm_rope_gradients(of_q, of_k, of_v, *projection)
 
 
 def _qk_norm_rope_gradients_fake(
@@ -328,8 +308,16 @@ def _qk_norm_rope_gradients_fake(
     return q.new_empty(q.shape[0], q.shape[1] + 2 * k.shape[1]), q_gain.new_empty(2, q_gain.shape[0])
 
 
-QK_NORM_ROPE = operator(_qk_norm_rope, _qk_norm_rope_fake)
-QK_NORM_ROPE_GRADIENTS = operator(_qk_norm_rope_gradients, _qk_norm_rope_gradients_fake)
+QK_NORM_ROPE = by_device("qk_norm_rope", qk_norm_rope_twin, qk_norm_rope_triton, _qk_norm_rope_fake)
+QK_NORM_ROPE_GRADIENTS = by_device(
+    "qk_norm_rope_gradients", qk_norm_rope_gradients_twin, qk_norm_rope_gradients_triton, _qk_norm_rope_gradients_fake
+)
+
+
+def projection_gradients(grads: Gradients, projection: Projection) -> ProjectionGradients:
+    """Compute the gradients of a projection from those of an attention call, [B, N, heads, D] each."""
+    of_q, of_k, of_v = (x.flatten(0, 1) for x in grads)
+    return QK_NORM_ROPE_GRADIENTS(of_q, of_k, of_v, *projection)
 
 
 _NAMED = "qk_norm_rope", "F.rms_norm and the rotation in torch"

@@ -36,6 +36,13 @@ class Codes(NamedTuple):
     codes: Tensor
     scale: Tensor
 
+    @classmethod
+    def empty_for(cls, x: Tensor) -> "Codes":
+        """Return memory for the codes and scales of x [B, N, heads, D]."""
+        batch, n, heads, head_dim = x.shape
+        codes = torch.empty((batch, heads, n, head_dim), dtype=torch.int8, device=x.device)
+        return cls(codes, torch.empty((batch, heads, n), dtype=torch.float32, device=x.device))
+
     def dequantized(self) -> Tensor:
         """Return codes times scales, float32 [B, heads, N, D]."""
         return self.codes.float() * self.scale[..., None]

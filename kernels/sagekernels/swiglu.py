@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from .casts import DTYPES, largest_twin, magnitudes, widened
 from .launch import ceil_div, on_device_of
-from .operators import operator
+from .operators import by_device
 from .refusals import differentiated_once, refuse_transforms
 
 # A program takes so many rows and columns at a time, and STEPS such pieces, one below the other. It then leaves the
@@ -122,20 +122,9 @@ def swiglu_gradients_triton(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Ten
     return _launch(_swiglu_gradients_kernel, 2, grad, gate, up)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return (swiglu_triton if gate.is_cuda else swiglu_twin)(gate, up)
-
-
 def _swiglu_fake(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = gate.shape
     return gate.new_empty(rows, columns), gate.new_empty(rows + columns, dtype=torch.int32)
-
-
-SWIGLU = operator(_swiglu, _swiglu_fake)
-
-
-def _swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return (swiglu_gradients_triton if gate.is_cuda else swiglu_gradients_twin)(grad, gate, up)
 
 
 def _swiglu_gradients_fake(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +132,8 @@ def _swiglu_gradients_fake(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
     return gate.new_empty(rows, 2 * columns), gate.new_empty(rows + 2 * columns, dtype=torch.int32)
 
 
-SWIGLU_GRADIENTS = operator(_swiglu_gradients, _swiglu_gradients_fake)
+SWIGLU = by_device("swiglu", swiglu_twin, swiglu_triton, _swiglu_fake)
+SWIGLU_GRADIENTS = by_device("swiglu_gradients", swiglu_gradients_twin, swiglu_gradients_triton, _swiglu_gradients_fake)
 
 
 _NAMED = "swiglu", "F.silu(gate) * up"

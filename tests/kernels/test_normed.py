@@ -93,9 +93,9 @@ def test_a_backend_with_kernels_computes_the_gradient(
         return projection_gradients(twin_backward(call), made_from)
 
     triton = backends.TRITON._replace(forward=twin_forward, backward=backward)
-    monkeypatch.setattr(hopper, "hopper_projection", projection)
     monkeypatch.setattr(hopper, "triton_backward", backward)
-    monkeypatch.setattr(backends, "BACKENDS", (hopper.HOPPER._replace(forward=twin_forward), triton))
+    here = hopper.HOPPER._replace(forward=twin_forward, projection=projection)
+    monkeypatch.setattr(backends, "BACKENDS", (here, triton))
     leaves, tables = inputs(40, 64)
     expected_results = results(leaves, normed_attention(*leaves, *tables, recipe=recipe, backend="twin"))
     monkeypatch.setattr(backends, "capability", lambda device: capability)
