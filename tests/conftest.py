@@ -1,7 +1,5 @@
 """Fixtures shared by the tests."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

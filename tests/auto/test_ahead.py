@@ -1,7 +1,5 @@
 """A start on Hopper begins to compile the CUDA kernels that its settings may take."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """A run that continues keeps the engine that `auto` was when it began, unless it has been given what that engine
 lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """linear.precision `auto` is chosen by times, recorded, and kept when the run continues."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

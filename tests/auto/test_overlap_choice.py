@@ -1,7 +1,5 @@
 """parallel.tensor_parallel_overlap `auto` is timed when a run begins, and kept in the layout in which it was timed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

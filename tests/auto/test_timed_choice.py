@@ -1,7 +1,5 @@
 """A choice of `auto` is made once, by times, by one rank, and kept when the run continues."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

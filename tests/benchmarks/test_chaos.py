@@ -1,7 +1,5 @@
 """A run that random faults of all kinds happen to ends with the bits of a run that was left alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

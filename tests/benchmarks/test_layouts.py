@@ -1,7 +1,5 @@
 """benchmarks/layouts.py runs as a user starts it, on the cores of this machine."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """benchmarks/step.py runs every row at a tiny size, and compares the losses before it times anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import runpy

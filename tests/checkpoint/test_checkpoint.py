@@ -1,7 +1,5 @@
 """Checkpoints: exact, complete or absent, readable at every layout, and refused when damaged or foreign."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Copies in memory: four ranks on two hosts find the newest step that is whole somewhere, and restore its bits."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Checkpoints in a store are those on a disk, but for the way in which they appear and go. The store is a folder here;
 tests/storage has a server."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

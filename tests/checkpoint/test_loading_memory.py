@@ -1,8 +1,6 @@
 """Loading a checkpoint at any layout takes little memory beside the state itself. The kernel measures it with a model
 that is large enough to show."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files of a checkpoint's pieces: each is opened once, however many tensors are read, and damage is named."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The state of a run in a checkpoint: the states of older checkpoints are read, and older versions could read what is
 written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A save runs beside training: it saves the state at the moment of the call, there is one save at a time, and every
 rank hears of failures."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import multiprocessing

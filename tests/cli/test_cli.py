@@ -1,7 +1,5 @@
 """The command line itself: how it starts, which options it refuses, and errors in one line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

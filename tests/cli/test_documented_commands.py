@@ -6,8 +6,6 @@ written. Pages in results/ record commands of their time and are left out; tests
 that can run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

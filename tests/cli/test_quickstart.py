@@ -1,7 +1,5 @@
 """`make quickstart` ends with commands to be copied, a page, and what comes next. Tests of the runs are elsewhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import sys

@@ -4,8 +4,6 @@ Each host has eth0 (10.77.0.x: ssh, rendezvous) and eth1 (10.77.1.x), the networ
 between ranks. Everything lives in the namespaces and ends with them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Ranks that begin again continue from copies in memory, with real processes, to the bits of a run that was left
 alone. Single ranks that die, and a host that is lost, are in test_spare_hosts.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Keepers, with real processes: ranks that die lead to new ranks, and the run ends with the bits of one left alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

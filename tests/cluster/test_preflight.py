@@ -1,7 +1,5 @@
 """The start-up table, and the facts in which hosts must agree. tests/cluster/test_hosts.py sees both at work."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """A run folder has one writer, and all hosts of a run see the same folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

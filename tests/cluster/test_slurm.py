@@ -1,7 +1,5 @@
 """launch/slurm.sbatch with stand-ins for srun, scontrol and python. Ranks, signals and requeueing are real."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

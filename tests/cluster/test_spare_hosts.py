@@ -1,7 +1,5 @@
 """Hosts that are lost or left out under torchrun's elasticity, with real processes: an agent of torchrun is a host."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,8 +1,6 @@
 """A run that hangs says which rank waits for which, and in which collective. Whatever the report meets, the run
 ends."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """`sagetrain compare` trains real runs side by side, is stopped and continued, and writes its page."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """The GPUs on which `sagetrain compare` starts its runs, and its answer to runs that fail or find no memory. No run is
 trained."""
 
-from __future__ import annotations
-
 import errno
 import signal
 from collections import Counter

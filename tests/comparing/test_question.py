@@ -1,8 +1,6 @@
 """The question of a comparison: the runs that exist and the pairs that may be compared are known before anything
 starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

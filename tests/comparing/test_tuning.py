@@ -1,7 +1,5 @@
 """`sagetrain compare --tune` finds the lowest point of a known curve of losses. Its runs only write their numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

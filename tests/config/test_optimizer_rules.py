@@ -1,7 +1,5 @@
 """Rules for optimizers and for what the backward pass recomputes: each finding has key, value and fix."""
 
-from __future__ import annotations
-
 import pytest
 
 import tiny

@@ -1,7 +1,5 @@
 """A pipeline that cannot run is refused before a run begins, with the key, the rule and the fix."""
 
-from __future__ import annotations
-
 import pytest
 
 from checked_config import check_found, only, run_config

@@ -1,7 +1,5 @@
 """Stages of the tokens-per-step schedule that have a sequence length: the parts of a run, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """The parts of a record that a chat template gets, the tokens of a chat that count, and the notes about the rest."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

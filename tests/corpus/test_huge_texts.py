@@ -1,7 +1,5 @@
 """One huge text takes bounded memory, and is seen to be read."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from itertools import chain, pairwise

@@ -1,7 +1,5 @@
 """Prompts with completions, and chats: the tokens that count, and the errors in bad records."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss mask, from the token file to the update: the loss is the mean over the counted tokens of the whole step."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,8 +1,6 @@
 """Token files of a store are those of a disk, and a host fetches each block once. The store is a folder here;
 tests/storage has a server."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """The prefix of an imported model's tokenizer stands before each text that is scored or continued, as in transformers.
 Our own models have no prefix. A chat template writes the prefix itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sysconfig

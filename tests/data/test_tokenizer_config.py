@@ -1,7 +1,5 @@
 """Files beside a tokenizer: tokens, special tokens and chat templates are those that transformers finds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face tokenizers, and token files without a tokenizer, from preparing to exporting."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

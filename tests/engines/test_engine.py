@@ -1,7 +1,5 @@
 """The DeepSpeed engine: every optimizer step is exactly that of the global batch, at ZeRO 0 to 2 and every layout."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

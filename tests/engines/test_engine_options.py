@@ -1,8 +1,6 @@
 """Every option of the engines takes the plain layout's steps, with copies to the host that are made late. On GPUs every
 two options that go together do (tests/gpu/test_engine_options_gpu.py)."""
 
-from __future__ import annotations
-
 import engine_options
 from distributed import run_distributed
 

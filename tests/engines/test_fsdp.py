@@ -1,7 +1,5 @@
 """The engine on torch's FSDP2 takes the same steps as one process and as DeepSpeed, at every stage and layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext

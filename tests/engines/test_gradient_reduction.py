@@ -1,8 +1,6 @@
 """DeepSpeed sums gradients over micro-batches and over ranks in several ways. The tests hold which ways give the same
 losses to the last bit, when ranks exchange gradients, and that a continued run repeats its losses."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A mixture of experts takes the same steps at every layout as in one process: losses, gradients, norms, loads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

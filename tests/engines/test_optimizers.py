@@ -1,7 +1,5 @@
 """Optimizers on the pieces of tensors: the same updates at every layout, and the states that checkpoints hold."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """A pipeline takes the same steps as one process, at every layout, and its checkpoints continue at any other one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Micro-steps can be recorded once and replayed: their program holds no number that changes, and their memory stays."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace

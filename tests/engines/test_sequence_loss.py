@@ -1,7 +1,5 @@
 """A user's loss that sees whole sequences gives the steps of float64 autograd at every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

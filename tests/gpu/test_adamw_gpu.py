@@ -1,7 +1,5 @@
 """AdamW's update in one pass on a GPU has the bits of its twin, always the same, also inside of a CUDA graph."""
 
-from __future__ import annotations
-
 import torch
 
 from on_gpu import needs_gpu

@@ -1,8 +1,6 @@
 """Every two options of the engines that go together take the plain layout's steps on GPUs, and the same bits twice,
 while the GPUs are busy before copies and collectives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Mixtures of experts on a GPU: kernels agree with their twins and with a loop over experts in float64."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

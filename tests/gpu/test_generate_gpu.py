@@ -1,7 +1,5 @@
 """Generation on a real GPU: batches, the CPU's tokens, transformers' tokens: `make test-gpu`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Other trainers' models have the bits of the host when CUDA graphs replay them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """The parts of sagekernels that other trainers use, on a GPU: Linear8bit computes as on the CPU, compiled and under
 autocast, and attention in transformers takes padding and packed documents."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A keeper on a machine with GPUs opens none of them, and what it forks computes on one and times it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Linear layers in 8 bits on a GPU: torch's kernels, eager and compiled, agree with the twin on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Copies in memory from a GPU have the state of the moment of the call, however late the GPU's work is."""
 
-from __future__ import annotations
-
 import os
 import time
 

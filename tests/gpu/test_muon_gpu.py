@@ -1,7 +1,5 @@
 """Muon's kernels on a GPU agree with their twins and with float64, and a matrix has the same bits in any batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

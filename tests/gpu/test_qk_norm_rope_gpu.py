@@ -1,7 +1,5 @@
 """QK-norm and rotary embedding on a GPU: the kernels agree with float64, and a compiled model with two steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

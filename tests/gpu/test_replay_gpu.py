@@ -1,8 +1,6 @@
 """A GPU computes a micro-batch twice with the same bits, compiled and beside CUDA graphs, and one flipped bit is
 found."""
 
-from __future__ import annotations
-
 import os
 from unittest.mock import patch
 

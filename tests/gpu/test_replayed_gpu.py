@@ -1,7 +1,5 @@
 """Micro-steps that CUDA graphs replay have the bits of those that the host launches."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest.mock import patch

@@ -1,8 +1,6 @@
 """Reports from a GPU about a step, a hang and a lack of memory. No metric waits for the GPU, NCCL's collectives are
 named, and so is the line that allocated the held memory."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

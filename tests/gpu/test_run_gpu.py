@@ -1,7 +1,5 @@
 """A run on a GPU learns, saves, and goes on from its checkpoint, under each engine, compiled and not."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saving from a GPU goes through pinned memory of exactly the state's size, and in order with the GPU's work."""
 
-from __future__ import annotations
-
 import torch
 
 import tiny

@@ -1,7 +1,5 @@
 """configs/24gb.yaml trains 1B on a GPU whose memory is limited to 22 GiB, CUDA's context included."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

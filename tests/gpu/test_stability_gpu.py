@@ -3,8 +3,6 @@
 It is one test, so that processes side by side do not repeat its runs. The test ends with the first run that fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

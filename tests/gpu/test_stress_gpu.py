@@ -1,7 +1,5 @@
 """The stress test of `sagetrain doctor --stress` on a GPU: no false alarm, and a wrong bit is found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

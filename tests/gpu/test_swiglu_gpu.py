@@ -1,7 +1,5 @@
 """Gradients of SwiGLU on a GPU: the kernel agrees with float64, and a compiled model with plain torch."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The library trains, continues, measures, asks and exports a run by functions that return values."""
 
-from __future__ import annotations
-
 import email
 import math
 import os

@@ -1,7 +1,5 @@
 """`make test-gpu FAST=1` leaves out no kind of GPU test. The tests are collected as on a host with four H100s."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The record of GPU tests, and its lines on a machine without a GPU."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

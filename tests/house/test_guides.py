@@ -1,7 +1,5 @@
 """docs/ and results/ as readers meet them: commands run, pages render, plots and tables agree."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """setup.cfg names exactly the packages that exist, the pinned versions satisfy its ranges, and a wheel works."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

@@ -1,7 +1,5 @@
 """The drawn pictures of docs/ are what the code says today, and can be read."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

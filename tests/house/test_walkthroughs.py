@@ -1,7 +1,5 @@
 """The diffs of docs/extending.md apply to today's source, and a run trains, saves and exports with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Logits with cached keys and values are those of the whole context."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

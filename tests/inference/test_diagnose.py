@@ -1,7 +1,5 @@
 """`sagetrain diagnose`: the papers' Table 2 of a checkpoint that was trained with 16-bit attention."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

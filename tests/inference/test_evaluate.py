@@ -1,7 +1,5 @@
 """`sagetrain eval`: the losses of training, and of whole texts in windows, against naive references."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

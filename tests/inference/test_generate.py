@@ -1,7 +1,5 @@
 """Generated text: batches, seeds, the end of a text, several ranks, and the printed output."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`sagetrain eval` and `sagetrain generate` on a run that was really trained."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,8 +1,6 @@
 """A model that was fine-tuned on chats and exported: transformers asks it with the data's template, and stops where
 `sagetrain generate --chat` stops. Its context is still that of the base model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

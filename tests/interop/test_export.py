@@ -1,7 +1,5 @@
 """`sagetrain export` writes a folder in which transformers finds the model and the tokenizer that were trained."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`sagetrain config finetune`: a model and prepared records become a configuration that trains as it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`sagetrain import`: models of transformers compute the same here as there, and go back bit for bit."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

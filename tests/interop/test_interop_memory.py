@@ -1,8 +1,6 @@
 """Export and import take the memory of one file of weights and a layer, and with experts that of two layers. The kernel
 measures it with models that are large enough to show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from distributed import run_distributed

@@ -1,8 +1,6 @@
 """Downstream tasks: the real lm-evaluation-harness runs small tasks with files of their own, and our model computes in
 float64."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """INT8 attention under the signatures of torch and flash-attn: the same results, and refusals by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A graphed model trains as before, bit for bit. The recordings are those of fake_graph.py, on a CPU."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

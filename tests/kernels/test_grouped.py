@@ -1,7 +1,5 @@
 """A mixture of experts by rows and grouped products: the twins agree with a loop over experts in float64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts with biases and a clamped SwiGLU agree with a loop over experts in float64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """The product of INT8 codes for Hopper on a machine without a GPU: the emulator runs hopper_int8.cu, and it compiles
 for sm_90a."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

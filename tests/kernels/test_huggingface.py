@@ -1,7 +1,5 @@
 """attn_implementation="sage" in transformers: padding, packed documents, refusals, torch.compile and Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

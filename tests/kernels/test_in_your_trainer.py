@@ -1,8 +1,6 @@
 """The programs of docs/in-your-trainer.md run in the trainers that are installed. Stand-ins of the other trainers call
 the same functions."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

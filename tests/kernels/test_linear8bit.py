@@ -1,8 +1,6 @@
 """sagekernels.Linear8bit and convert: their numbers, the parts that they leave alone, refusals, and modules that wrap
 them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,8 +1,6 @@
 """Linear layers in 8 bits against float64: the error of every product is within the rounding of its operands, at any
 magnitude."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Attention behind QK-norm and rotary embedding as one node: the results of its two functions, and the kernels that
 compute them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

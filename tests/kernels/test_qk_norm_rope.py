@@ -1,7 +1,5 @@
 """QK-norm and rotary embedding in one pass each way: the twin agrees with float64, and in a model with two steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,8 +1,6 @@
 """The functions of sagekernels refuse second derivatives, transforms of torch.func and names that do not exist, each by
 its own name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 

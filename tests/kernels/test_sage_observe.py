@@ -1,7 +1,5 @@
 """An observer hears of calls of sage_attention, and the sums of a sample agree with float64 by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention sinks: one more score of each head, beside float64, in every recipe, and what a mean of K does to them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """SwiGLU whose gradients are halves of one matrix: the twin agrees with float64, and in a model with plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

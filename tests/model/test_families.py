@@ -1,7 +1,5 @@
 """Families of models train alike on every layout: tensor, context, pipeline and data parallelism change no number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Linear layers in 8 bits inside the model: the layers that have them at every layout, and the distance between
 layouts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A mixture of experts computes what a loop over experts computes, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Rows that fill the vocabulary up to a multiple of 128 are no tokens and have no part in the loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The list of a model's tensors agrees with its modules and with transformers."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

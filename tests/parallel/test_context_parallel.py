@@ -3,8 +3,6 @@
 Training in this layout is tested beside the other layouts: test_engine.py, test_checkpoint.py, test_resume.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

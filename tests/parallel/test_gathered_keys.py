@@ -1,7 +1,5 @@
 """Context parallelism past the query heads: ranks that gather keys give the loss and the gradients of one rank."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Any rank may add metrics anywhere in a step. They are reduced in the step's one collective."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order of a pipeline's work can be played by any number of stages, and idles no more than 1F1B has to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Proposed layouts can run, fit memory and are the fastest, and tokens per step are raised no further than needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`plan` says what parallel.offload takes of GPU and host, what it costs in time, and what does not go with it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

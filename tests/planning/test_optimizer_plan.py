@@ -1,7 +1,5 @@
 """The plan of optimizers: memory by moments and masters, and the time that Muon takes."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

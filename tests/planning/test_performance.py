@@ -1,7 +1,5 @@
 """Predicted step times agree with calculations by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """A plan prices a pipeline: idle time, memory by what is in flight, transfers. It proposes pipelines where they win."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

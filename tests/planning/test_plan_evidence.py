@@ -1,7 +1,5 @@
 """`plan` states what its figures rest on, for which GPU they are, and which choice would be faster."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

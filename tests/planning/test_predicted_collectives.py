@@ -1,7 +1,5 @@
 """Predicted collectives agree with what torch and DeepSpeed really call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Predictions of speed and memory agree with recorded runs on H200s (results/log/layouts.md) and H100s
 (log/step.md)."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads move what balances experts, and experts that starve are reported."""
 
-from __future__ import annotations
-
 import torch
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig

@@ -1,7 +1,5 @@
 """Flips of choices of experts by 8 bits are counted right, and the model is left as it was."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A step that a run cannot get past: the message, the way to drop the step, and its record in the ledger."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

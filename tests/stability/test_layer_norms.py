@@ -1,8 +1,6 @@
 """Gradient and activation norms by layer equal those of one process by hand at every layout, and losses do not
 change."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

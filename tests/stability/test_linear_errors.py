@@ -1,8 +1,6 @@
 """The errors of linear layers in 8 bits, measured in a training step, are the same at every layout and do not change
 the step."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

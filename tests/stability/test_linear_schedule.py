@@ -1,7 +1,5 @@
 """The first and last parts of runs are in 16 bits, the rest in 8 (linear.keep_first_fraction, keep_last_fraction)."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import pairwise
 from pathlib import Path

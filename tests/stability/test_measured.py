@@ -1,7 +1,5 @@
 """The stability that a run measured is kept over its length, in its folder, and read by the next run's plan."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

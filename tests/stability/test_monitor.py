@@ -1,8 +1,6 @@
 """The monitor measures the errors of INT8 attention in a training step. The numbers are the same at every layout, and
 losses do not change."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from unittest import mock

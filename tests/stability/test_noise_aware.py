@@ -1,8 +1,6 @@
 """Tokens per step decided by measured ratios: bounds, rate, hysteresis, causes, and a state from which a run
 continues."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Noise, and the decisions that follow from it, in runs as users start them: the log, and the steps after a resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

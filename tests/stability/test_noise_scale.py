@@ -1,7 +1,5 @@
 """The gradient noise scale agrees with gradients of single micro-batches, at every layout and ZeRO stage."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

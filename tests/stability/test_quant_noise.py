@@ -1,8 +1,6 @@
 """The probe of quantized attention: its errors and biases agree with known ones at every layout, and a step with a
 probe equals the step without."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Bits that flip on one rank are found by a replica, named, and leave no trace in the run."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs over data with spoiled parts, with real processes: skipped steps and rewinds stay on record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Spikes and steps that are not finite: their definition, and a left-out step leaves no trace in the run's state."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Slow ranks are named, and no others, whatever the speed of the host: the tests give the times."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

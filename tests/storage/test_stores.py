@@ -1,7 +1,5 @@
 """Stores keep their promises: files are whole or absent, one of several writers wins, and faults of a server pass."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import socket

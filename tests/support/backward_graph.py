@@ -1,7 +1,5 @@
 """Record the operations that torch.compile puts into a backward pass, before it generates code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ with served() as bucket:
     bucket.faults(hold=1)            # moments after the first file of them do not arrive until the faults change
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

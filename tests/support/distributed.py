@@ -1,7 +1,5 @@
 """Run a function in N processes joined by gloo: distributed code tested on a CPU, without a launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import inspect

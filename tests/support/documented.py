@@ -1,7 +1,5 @@
 """Read commands as pages write them, in the way a shell would."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 

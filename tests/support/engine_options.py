@@ -5,8 +5,6 @@ them twice with the same bits. The GPU is busy before copies and collectives mea
 that a step which reads before a copy has ended is another step.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

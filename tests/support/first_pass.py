@@ -7,8 +7,6 @@ cases follows from the parameters alone: a new kernel, recipe or head_dim is in 
 Tests that are marked `long` take more than half a minute by their nature and are left to the whole suite.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

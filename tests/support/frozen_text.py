@@ -1,8 +1,6 @@
 """A text in files that is the same under every Python: sentences of a small invented language, and a few lines that
 look like code. Words follow each other as in a real text, so a model learns from it for a while."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 from pathlib import Path

@@ -5,8 +5,6 @@ record.
 where nobody would notice that a GPU test has failed since some commit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Runs wait for the tests that kill, signal or fill up something in mid-run: however late a test is, its run has not
 ended."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run in a process of their own.
 """
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import os

@@ -1,7 +1,5 @@
 """Runs whose ranks have keepers: the processes, the deaths and the restarts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

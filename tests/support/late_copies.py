@@ -1,7 +1,5 @@
 """Copies between a GPU and its host that take their time, so that a read that waits for nothing shows."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import deque

@@ -4,8 +4,6 @@ The file shares no code with sagetrain.model. It takes the model's parameters by
 differentiable.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Change the manifest of a checkpoint, as a SageTrain would have written it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Muon's passes over many parts in one launch, held to the same operations part by part, and whole updates by them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

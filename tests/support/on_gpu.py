@@ -1,7 +1,5 @@
 """The marks of GPU tests, the backends of a GPU, poisoned memory, and worlds of ranks on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

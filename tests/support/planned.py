@@ -1,7 +1,5 @@
 """Load shipped configurations for the tests of `plan`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from sagetrain.config import RunConfig, load_config

@@ -1,8 +1,6 @@
 """The decisions that follow from probes. The tests of controllers and of whole runs, on a CPU and on a GPU, expect
 them."""
 
-from __future__ import annotations
-
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.noise_aware import NoiseAware

@@ -1,7 +1,5 @@
 """Measure a process's memory as the kernel counts it, while its allocator keeps nothing that was freed."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start runs as users do, for tests: configurations, launchers, and the files that a run leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Make run folders with a checkpoint of random weights, as training at some layout would leave them, but in no time."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -5,8 +5,6 @@ This process imports the libraries once and forks the others, which takes second
 minute beside the others. A process takes the next test when it has ended one. The tests that took longest come first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Make token files that let a step go wrong by real means."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 from pathlib import Path

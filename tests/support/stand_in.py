@@ -4,8 +4,6 @@ The stand-in is a small program that starts in 20 ms. It sends its words, enviro
 imported everything. It lasts as long as the fork that the server makes of them, so signals and the exit code pass on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

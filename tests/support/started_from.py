@@ -1,7 +1,5 @@
 """Configurations of short runs, for the tests of runs that begin with the weights of another run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

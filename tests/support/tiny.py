@@ -1,7 +1,5 @@
 """A tiny run for tests: configuration, engine and global batches that do not depend on the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path

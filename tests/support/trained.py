@@ -1,7 +1,5 @@
 """Train the tiny model in this process, which is one of the run's ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of transformers with random weights, and their logits beside ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Updates of AdamW by the kernel, and by the twin in torch, with memory around all tensors that must stay as it was."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

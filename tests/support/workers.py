@@ -4,8 +4,6 @@ What tests import and the collection take a quarter of a minute. They are done o
 commands are forked from a server that has its imports, test modules included, from this process too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A run is built in five acts, and each act returns what it found."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A mixture of experts trains, stops, continues and is evaluated as a dense model is."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Faults, with real processes: whatever is killed, stopped, filled up or damaged, a run ends with a message about it,
 or it continues to bitwise the same weights, with no sample skipped or seen twice."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """training.init_from begins a new run with the weights of another run, which stays as it is."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

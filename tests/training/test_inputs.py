@@ -1,8 +1,6 @@
 """`plan` finds every error in the files at hand that `train` would refuse. Each refusal before the first step is tried
 here with real files, or is excused by name."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

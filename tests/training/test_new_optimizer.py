@@ -1,8 +1,6 @@
 """A run whose checkpoint has the moments of another optimizer is refused by train and plan. The error says how to go
 on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from runs import rows_of, sagetrain, write_config

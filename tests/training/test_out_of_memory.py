@@ -1,8 +1,6 @@
 """A GPU runs out of memory: the message, and the snapshot. The error is an artificial one, because there is no GPU
 here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """training.perturb rounds the weights that a run begins or goes on with in another way."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

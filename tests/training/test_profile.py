@@ -1,7 +1,5 @@
 """The profiler traces the steps of its window only, also where a run ends or begins within it, and prints a table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Runs as users start them, with real launchers, kill -9 and SIGTERM. A run that continues equals one that was not
 stopped."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A run whose later stages have longer sequences, stopped in its parts and between them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Texts that a model writes while it trains: their place, their state after a resume, and refused settings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reports of a run: rows, events and lines, at a terminal, in a log, and on a full disk."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
