@@ -86,15 +86,15 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, largest: Tensor | None = 
     return quantize(x, number, of_rows), quantize(turned, number, of_columns)
 
 
-# These are the rows and columns of a program. The first pass takes LARGEST_STEPS such pieces, one below the other, and
-# then leaves two atomic maxima a row or column. Lines of at least 128 bytes are read and written whole, in both
-# directions.
-LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_STAGES, LARGEST_WARPS = 16, 512, 16, 3, 4
-ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 64, 128, 4
-
 # A product and an addition must not become one instruction, which would round INT8's codes once. Torch rounds the
 # product and then the code.
 FUSION = False
+# These are the constants and options of a program. The first pass takes LARGEST_STEPS such pieces, one below the other,
+# and then leaves two atomic maxima a row or column. Lines of at least 128 bytes are read and written whole, in both
+# directions.
+LARGEST = {"ROWS": 16, "COLUMNS": 512, "STAGES": 3, "num_warps": 4}
+LARGEST_STEPS = 16
+ROUND = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4, "enable_fp_fusion": FUSION}
 
 
 @triton.jit
@@ -262,12 +262,11 @@ def largest_triton(x: Tensor) -> Tensor:
     """Compute largest_twin on a GPU."""
     rows, columns = x.shape
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-    across, down = ceil_div(columns, LARGEST_COLUMNS), ceil_div(rows, LARGEST_ROWS * LARGEST_STEPS)
+    across, down = ceil_div(columns, LARGEST["COLUMNS"]), ceil_div(rows, LARGEST["ROWS"] * LARGEST_STEPS)
     with on_device_of(x):
         _largest_kernel[(across * down,)](
             x, largest, rows, columns, x.stride(0), across,
-            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, STAGES=LARGEST_STAGES,
-            NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
+            STEPS=LARGEST_STEPS, NARROW=x.dtype == torch.bfloat16, **LARGEST,
         )  # fmt: skip
     return largest
 
@@ -281,12 +280,10 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, largest: Tensor | None 
     largest = largest_triton(x) if largest is None else largest
     padded = turned.shape[1]
     with on_device_of(x):
-        across, down = ceil_div(columns, ROUND_COLUMNS), ceil_div(padded, ROUND_ROWS)
+        across, down = ceil_div(columns, ROUND["COLUMNS"]), ceil_div(padded, ROUND["ROWS"])
         _round_both_kernel[(across * down,)](
             x, largest, codes, scale, turned, turned_scale,
-            rows, columns, padded, x.stride(0), across,
-            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, NUMBER=NAMES[number],
-            num_warps=ROUND_WARPS, enable_fp_fusion=FUSION,
+            rows, columns, padded, x.stride(0), across, NUMBER=NAMES[number], **ROUND,
         )  # fmt: skip
     return Rounded(codes, scale), Rounded(turned, turned_scale)
 

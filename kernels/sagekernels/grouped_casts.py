@@ -18,15 +18,10 @@ from torch import Tensor
 
 from .casts import (
     FUSION,
-    LARGEST_COLUMNS,
-    LARGEST_ROWS,
-    LARGEST_STAGES,
-    LARGEST_WARPS,
+    LARGEST,
     MULTIPLE,
     NAMES,
-    ROUND_COLUMNS,
-    ROUND_ROWS,
-    ROUND_WARPS,
+    ROUND,
     Rounded,
     codes_of,
     factor_of,
@@ -245,18 +240,15 @@ def _round_both(
     with on_device_of(x):
         if largest is None:
             largest = torch.zeros(rows + experts * columns, dtype=torch.int32, device=x.device)
-            across = ceil_div(columns, LARGEST_COLUMNS)
+            across = ceil_div(columns, LARGEST["COLUMNS"])
             _grouped_largest_kernel[(tiles * across,)](
-                x, choice, table, largest, rows, columns, x.stride(0), outputs, across, **how,
-                ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STAGES=LARGEST_STAGES, NARROW=x.dtype == torch.bfloat16,
-                num_warps=LARGEST_WARPS,
+                x, choice, table, largest, rows, columns, x.stride(0), outputs, across,
+                NARROW=x.dtype == torch.bfloat16, **how, **LARGEST,
             )  # fmt: skip
-        across = ceil_div(columns, ROUND_COLUMNS)
-        _grouped_round_kernel[(tiles * (TILE // ROUND_ROWS) * across,)](
+        across = ceil_div(columns, ROUND["COLUMNS"])
+        _grouped_round_kernel[(tiles * (TILE // ROUND["ROWS"]) * across,)](
             x, choice, table, first, largest, codes, scale, turned, turned_scale,
-            rows, columns, turned.shape[-1], x.stride(0), outputs, across, **how,
-            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, NUMBER=NAMES[number],
-            num_warps=ROUND_WARPS, enable_fp_fusion=FUSION,
+            rows, columns, turned.shape[-1], x.stride(0), outputs, across, NUMBER=NAMES[number], **how, **ROUND,
         )  # fmt: skip
     return codes, scale, turned, turned_scale
 

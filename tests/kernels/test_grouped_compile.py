@@ -107,15 +107,17 @@ def test_products_in_the_dtype_of_rows_compile(architecture, x, tmp_path):
 def test_casts_compile(architecture, number, apart, tmp_path):
     """Tokens are gathered on the way, or experts' weights are read. Four rows are transposed at a time, as words."""
     shared = {"TOP": 8, "GATHERS": not apart, "APART": apart, "TILE": grouped.TILE}
-    tile = {"ROWS": casts.LARGEST_ROWS, "COLUMNS": casts.LARGEST_COLUMNS, "STAGES": casts.LARGEST_STAGES}
+    largest, rounds = ({name: how[name] for name in how if name.isupper()} for how in (casts.LARGEST, casts.ROUND))
     codes = {"int8": "*i8", "e4m3": "*fp8e4nv"}[number]
     types = {**dict.fromkeys(("CODES", "TURNED"), codes), **dict.fromkeys(("SCALE", "TURNED_SCALE"), "*fp32")}
     kernel = grouped_casts._grouped_largest_kernel
-    made = compiled(kernel, architecture, {**shared, **tile, "NARROW": True}, types, num_warps=casts.LARGEST_WARPS)
+    made = compiled(
+        kernel, architecture, {**shared, **largest, "NARROW": True}, types, num_warps=casts.LARGEST["num_warps"]
+    )
     assert "max.s16" in made.asm["ptx"]
-    constants = {**shared, "ROWS": casts.ROUND_ROWS, "COLUMNS": casts.ROUND_COLUMNS, "NUMBER": number}
+    constants = {**shared, **rounds, "NUMBER": number}
     kernel, options = grouped_casts._grouped_round_kernel, {"enable_fp_fusion": casts.FUSION}
-    made = compiled(kernel, architecture, constants, types, num_warps=casts.ROUND_WARPS, **options)
+    made = compiled(kernel, architecture, constants, types, num_warps=casts.ROUND["num_warps"], **options)
     assert "ld.shared" in made.asm["ptx"] and "ld.shared.b8" not in made.asm["ptx"]
     assert number != "int8" or "fma" not in made.asm["ptx"]
     assert stack(made, tmp_path) == 0

@@ -254,7 +254,7 @@ if INSIDE:
             ("_grouped_round_kernel", "start = tile * TILE", "start = tile * TILE - expert"),
             ("_load_rows", "// TOP", "// (TOP + 1)"),
         ]
-        monkeypatch.setattr(grouped_casts, "LARGEST_ROWS", 64)
+        monkeypatch.setitem(grouped_casts.LARGEST, "ROWS", 64)
         find(monkeypatch, lambda: check_casts(INT8, 16, gathers=False), grouped_casts, mistakes[:-1])
         find(monkeypatch, lambda: check_casts(INT8, 16, gathers=True), grouped_casts, mistakes[-1:])
 

@@ -10,14 +10,9 @@ from triton.compiler import ASTSource, compile
 from sagekernels import hopper_projection
 from sagekernels.casts import (
     FUSION,
-    LARGEST_COLUMNS,
-    LARGEST_ROWS,
-    LARGEST_STAGES,
+    LARGEST,
     LARGEST_STEPS,
-    LARGEST_WARPS,
-    ROUND_COLUMNS,
-    ROUND_ROWS,
-    ROUND_WARPS,
+    ROUND,
     _largest_kernel,
     _round_both_kernel,
 )
@@ -29,6 +24,9 @@ POINTERS = {"LARGEST": "*i32", **dict.fromkeys(("SCALE", "TURNED_SCALE", "COS", 
 NUMBERS = {"eps": "fp32", "scale": "fp32"}
 MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_OUT", "K_OUT", "OF_Q", "OF_K", "OF_V")
 CODES = {"int8": "*i8", "e4m3": "*fp8e4nv"}
+
+
+LARGEST_TILE, ROUND_TILE = ({name: how[name] for name in how if name.isupper()} for how in (LARGEST, ROUND))
 
 
 def ptx_of(
@@ -51,9 +49,8 @@ def ptx_of(
 @pytest.mark.parametrize(("x", "instruction"), [("*bf16", "max.s16"), ("*fp32", "max.s32")])
 def test_the_largest_magnitudes_compile(architecture, x, instruction):
     """bfloat16 is compared as 16 bits, which ptxas pairs."""
-    tile = {"ROWS": LARGEST_ROWS, "COLUMNS": LARGEST_COLUMNS, "STEPS": LARGEST_STEPS, "STAGES": LARGEST_STAGES}
-    constants = {**tile, "NARROW": x == "*bf16"}
-    assert instruction in ptx_of(_largest_kernel, architecture, LARGEST_WARPS, constants, x)
+    constants = {**LARGEST_TILE, "STEPS": LARGEST_STEPS, "NARROW": x == "*bf16"}
+    assert instruction in ptx_of(_largest_kernel, architecture, LARGEST["num_warps"], constants, x)
 
 
 @pytest.mark.parametrize(("architecture", "number", "instruction"), [
@@ -63,21 +60,21 @@ def test_the_largest_magnitudes_compile(architecture, x, instruction):
     (80, "int8", "add"),
 ])  # fmt: skip
 def test_rounding_compiles(architecture, number, instruction):
-    constants = {"ROWS": ROUND_ROWS, "COLUMNS": ROUND_COLUMNS, "NUMBER": number}
-    assert instruction in ptx_of(_round_both_kernel, architecture, ROUND_WARPS, constants)
+    constants = {**ROUND_TILE, "NUMBER": number}
+    assert instruction in ptx_of(_round_both_kernel, architecture, ROUND["num_warps"], constants)
 
 
 def test_int8_rounds_the_product_before_it_rounds_to_a_code():
     """A product and an addition as one instruction would round once, where torch rounds twice."""
-    constants = {"ROWS": ROUND_ROWS, "COLUMNS": ROUND_COLUMNS, "NUMBER": "int8"}
-    assert "fma" not in ptx_of(_round_both_kernel, 90, ROUND_WARPS, constants, enable_fp_fusion=FUSION)
+    constants = {**ROUND_TILE, "NUMBER": "int8"}
+    assert "fma" not in ptx_of(_round_both_kernel, 90, ROUND["num_warps"], constants, enable_fp_fusion=FUSION)
 
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp32"])
 def test_codes_are_transposed_as_words(x):
     """Four rows are transposed at a time, because shared memory is slow at single bytes."""
-    constants = {"ROWS": ROUND_ROWS, "COLUMNS": ROUND_COLUMNS, "NUMBER": "e4m3"}
-    ptx = ptx_of(_round_both_kernel, 90, ROUND_WARPS, constants, x)
+    constants = {**ROUND_TILE, "NUMBER": "e4m3"}
+    ptx = ptx_of(_round_both_kernel, 90, ROUND["num_warps"], constants, x)
     assert "ld.shared" in ptx
     assert "ld.shared.b8" not in ptx
 
