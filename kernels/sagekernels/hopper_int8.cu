@@ -5,7 +5,7 @@
 // takes 32 KB from L2 for 128 x 256 x 128 products, and not 48. Results leave by the copy engine, beside the products of
 // the next tile.
 //
-// Macros: CLUSTER (1, 2), STAGES, RESULT (2: fp32), FP16 (16-bit results are float16), SHARED_BYTES.
+// Macros: CLUSTER (2), STAGES, RESULT (2: fp32), FP16 (16-bit results are float16), SHARED_BYTES.
 
 #include "hopper.cuh"
 
@@ -59,10 +59,8 @@ DEVICE void produce(
             next = tile + gridDim.x / CLUSTER;
         } else if (rank == 0) {
             next = gridDim.x / CLUSTER + atomicAdd(taken, 1);
-            if (CLUSTER > 1) {
-                wait(shared.sent_free, sent ^ 1);
-                send(shared.sent, next, shared.sent_full, 1);
-            }
+            wait(shared.sent_free, sent ^ 1);
+            send(shared.sent, next, shared.sent_full, 1);
         } else {
             wait_sent(shared.sent_full, sent);
             next = shared.sent;
@@ -79,10 +77,7 @@ DEVICE void produce(
             arrive_expect(shared.full[at.stage], A_BYTES + B_BYTES);
             copy_in(shared.a[at.stage], a, step * BLOCK_K, top, 0, shared.full[at.stage]);
             unsigned char *to = shared.b[at.stage] + rank * PART * BLOCK_K;
-            if (CLUSTER == 1)
-                copy_in(to, b, step * BLOCK_K, left, 0, shared.full[at.stage]);
-            else
-                copy_in_all(to, b, step * BLOCK_K, left + rank * PART, 0, shared.full[at.stage], (1 << CLUSTER) - 1);
+            copy_in_all(to, b, step * BLOCK_K, left + rank * PART, 0, shared.full[at.stage], (1 << CLUSTER) - 1);
         }
     }
     wait(shared.free[at.stage], at.parity ^ 1);

@@ -17,11 +17,11 @@ GROUP = 16
 """The number of tiles of a cluster below each other that are computed before those to their right."""
 
 
-def defines_of(dtype: torch.dtype, cluster: int = CLUSTER) -> dict[str, int]:
+def defines_of(dtype: torch.dtype) -> dict[str, int]:
     """Return the macros of hopper_int8.cu."""
     shared = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K + CONSUMERS * (2 * 64 * 128 + 4 * BLOCK_N) + 20 * STAGES + 24
     return {
-        "CLUSTER": cluster, "STAGES": STAGES, "RESULT": dtype.itemsize // 2, "FP16": int(dtype == torch.float16),
+        "CLUSTER": CLUSTER, "STAGES": STAGES, "RESULT": dtype.itemsize // 2, "FP16": int(dtype == torch.float16),
         "SHARED_BYTES": -(-shared // 1024) * 1024,
     }  # fmt: skip
 

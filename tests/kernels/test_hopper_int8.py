@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
-from sagekernels.hopper_int8 import ARCHITECTURE, BLOCK_K, BLOCK_M, BLOCK_N, CONSUMERS, SOURCE, defines_of
+from sagekernels.hopper_int8 import ARCHITECTURE, BLOCK_K, BLOCK_M, BLOCK_N, CLUSTER, CONSUMERS, SOURCE, defines_of
 from sass import disassembled
 
 MISTAKES = [
@@ -44,16 +44,13 @@ MISTAKES = [
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Emulated]:
     folder = tmp_path_factory.mktemp("int8")
-    return functools.cache(
-        lambda dtype, cluster: Emulated(folder, SOURCE, "int8_product", defines_of(dtype, cluster), MISTAKES)
-    )
+    return functools.cache(lambda dtype: Emulated(folder, SOURCE, "int8_product", defines_of(dtype), MISTAKES))
 
 
 def emulated(
     kernels: Callable[..., Emulated],
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
-    cluster: int,
     *,
     clusters: int = 2,
     crowded: bool = True,
@@ -65,29 +62,29 @@ def emulated(
     a, b = (torch.randint(-127, 128, (n, inner), dtype=torch.int8, generator=draw) for n in (rows, columns))
     a_scale, b_scale = (torch.exp2(3 * torch.randn(n, 1, generator=draw)) for n in (rows, columns))
     out = torch.full((rows, columns), torch.nan, dtype=dtype)
-    said = kernels(dtype, cluster)(
-        cluster * clusters, 128 * (CONSUMERS + 1), tensor_map(a[None], (1, BLOCK_M, BLOCK_K)),
-        tensor_map(b[None], (1, BLOCK_N // cluster, BLOCK_K)),
+    said = kernels(dtype)(
+        CLUSTER * clusters, 128 * (CONSUMERS + 1), tensor_map(a[None], (1, BLOCK_M, BLOCK_K)),
+        tensor_map(b[None], (1, BLOCK_N // CLUSTER, BLOCK_K)),
         tensor_map(out[None, None], (1, 1, 64, 128 // dtype.itemsize)), a_scale, b_scale,
         rows, columns, inner, 2, torch.zeros(1, dtype=torch.int32) if crowded else None,
-        resident=cluster * clusters, **options,
+        resident=CLUSTER * clusters, **options,
     )  # fmt: skip
     assert not said, said
     return out, ((a.double() @ b.double().t()).float() * a_scale * b_scale.t()).to(dtype)
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "cluster"), [
-    ((130, 272, 144), torch.bfloat16, 1),
-    ((300, 272, 784), torch.bfloat16, 2),
-    ((1, 16, 16), torch.float16, 2),
-    ((300, 32, 784), torch.float32, 2),
+@pytest.mark.parametrize(("sizes", "dtype"), [
+    ((130, 272, 144), torch.bfloat16),
+    ((300, 272, 784), torch.bfloat16),
+    ((1, 16, 16), torch.float16),
+    ((300, 32, 784), torch.float32),
 ])  # fmt: skip
 def test_products_have_the_bits_of_torch(
-    kernels: Callable[..., Emulated], sizes: tuple[int, int, int], dtype: torch.dtype, cluster: int
+    kernels: Callable[..., Emulated], sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Sizes fill no tile, and a block has several tiles or none."""
     for crowded in (True, False):
-        found, expected = emulated(kernels, sizes, dtype, cluster, crowded=crowded)
+        found, expected = emulated(kernels, sizes, dtype, crowded=crowded)
         assert torch.equal(found, expected)
 
 
@@ -95,7 +92,7 @@ def test_products_have_the_bits_of_torch(
 def test_mistakes_are_seen(kernels: Callable[..., Emulated], mistake: int) -> None:
     def run(case: str, seed: int, mistake: int) -> list[Tensor]:
         sizes = (300, 272, 784) if case == "documents" else (700, 272, 112)
-        return [emulated(kernels, sizes, torch.bfloat16, 2, clusters=1, seed=seed, mistake=mistake)[0]]
+        return [emulated(kernels, sizes, torch.bfloat16, clusters=1, seed=seed, mistake=mistake)[0]]
 
     assert wrong_results(run, functools.cache(lambda case: run(case, 0, 0)), mistake)
 
