@@ -17,18 +17,15 @@ from sagetrain.training import build_run
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("sections", "rank", "sources"),
-    [
-        ({}, "0", ["hopper_backward", "hopper_forward", "hopper_int8", "quantize_keys"]),
-        ({}, "1", []),  # One rank of a host compiles.
-        ({"attention": {"backend": "sage", "recipe": "fine"}}, "0", ["hopper_int8"]),
-        ({"attention": {"backend": "sdpa"}}, "0", ["hopper_int8"]),
-        ({"linear": {"precision": "bf16"}}, "0", ["hopper_backward", "hopper_forward", "quantize_keys"]),
-        ({"model": {"head_dim": 80}}, "0", ["hopper_int8"]),  # No kernels are for such heads.
-        ({"model": {"head_dim": 1024}}, "0", ["hopper_int8"]),
-    ],
-)
+@pytest.mark.parametrize(("sections", "rank", "sources"), [
+    ({}, "0", ["hopper_backward", "hopper_forward", "hopper_int8", "quantize_keys"]),
+    ({}, "1", []),  # One rank of a host compiles.
+    ({"attention": {"backend": "sage", "recipe": "fine"}}, "0", ["hopper_int8"]),
+    ({"attention": {"backend": "sdpa"}}, "0", ["hopper_int8"]),
+    ({"linear": {"precision": "bf16"}}, "0", ["hopper_backward", "hopper_forward", "quantize_keys"]),
+    ({"model": {"head_dim": 80}}, "0", ["hopper_int8"]),  # No kernels are for such heads.
+    ({"model": {"head_dim": 1024}}, "0", ["hopper_int8"]),
+])  # fmt: skip
 def test_kernels_are_begun(monkeypatch: pytest.MonkeyPatch, sections: dict, rank: str, sources: list[str]) -> None:
     begun = []
     monkeypatch.setattr(nvrtc, "available", lambda: True)

@@ -59,18 +59,15 @@ def test_without_a_gpu_nothing_is_timed() -> None:
         assert (found.backend, found.recipe) == expected and chosen_from == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "had", "expected"),
-    [
-        ({"backend": "auto"}, SAGE_SCORES, SAGE_SCORES),
-        ({"backend": "sage"}, SAGE_SCORES, SAGE_SCORES),
-        ({"backend": "auto"}, SDPA, SDPA),
-        # A named backend or recipe replaces the recorded one.
-        ({"backend": "sage", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
-        ({"backend": "auto", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
-        ({"backend": "sdpa"}, SAGE_SCORES, SDPA | {"recipe": "scores"}),
-    ],
-)
+@pytest.mark.parametrize(("asked", "had", "expected"), [
+    ({"backend": "auto"}, SAGE_SCORES, SAGE_SCORES),
+    ({"backend": "sage"}, SAGE_SCORES, SAGE_SCORES),
+    ({"backend": "auto"}, SDPA, SDPA),
+    # A named backend or recipe replaces the recorded one.
+    ({"backend": "sage", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
+    ({"backend": "auto", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
+    ({"backend": "sdpa"}, SAGE_SCORES, SDPA | {"recipe": "scores"}),
+])  # fmt: skip
 def test_a_run_that_continues_keeps_what_it_had(asked: dict, had: dict, expected: dict) -> None:
     found, why, heard = settled(asked, had)
     assert {"backend": found.backend, "recipe": found.recipe} == expected and heard == []

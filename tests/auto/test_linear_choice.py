@@ -49,16 +49,13 @@ def test_measured_times_put_all_layers_in_int8_that_may_be(model: str) -> None:
     assert smallest(times, "int8", weights, 10**9) is None
 
 
-@pytest.mark.parametrize(
-    ("spent", "expected"),
-    [
-        ((9.6, 9.6), None),  # The gain is too small.
-        ((9.5, 9.5), 0),
-        ((9.0, 12.0), 200),  # Only the larger layer gains.
-        ((12.0, 5.0), None),  # The larger layer loses.
-        ((float("inf"), 5.0), None),  # The larger layer is wrong.
-    ],
-)
+@pytest.mark.parametrize(("spent", "expected"), [
+    ((9.6, 9.6), None),  # The gain is too small.
+    ((9.5, 9.5), 0),
+    ((9.0, 12.0), 200),  # Only the larger layer gains.
+    ((12.0, 5.0), None),  # The larger layer loses.
+    ((float("inf"), 5.0), None),  # The larger layer is wrong.
+])  # fmt: skip
 def test_a_layer_and_all_larger_ones_must_gain(spent: tuple[float, float], expected: int | None) -> None:
     times = {name: {"bf16": 10.0, "int8": row} for name, row in zip(("large", "small"), spent, strict=True)}
     assert smallest(times, "int8", {"large": 200, "small": 100}, 0) == expected
@@ -206,17 +203,14 @@ def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Ca
     assert (found.precision, found.keep_last_blocks) == ("int8", 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "tokens", "joined"),
-    [
-        ({}, 32, False),
-        ({"overlap": True}, 32, False),  # Only tensor parallelism computes in halves.
-        ({"context_parallel_size": 2}, 16, False),
-        ({"tensor_parallel_size": 2}, 32, True),
-        ({"tensor_parallel_size": 2, "overlap": True}, 16, True),
-        ({"tensor_parallel_size": 2, "context_parallel_size": 4, "overlap": True}, 4, True),
-    ],
-)
+@pytest.mark.parametrize(("changes", "tokens", "joined"), [
+    ({}, 32, False),
+    ({"overlap": True}, 32, False),  # Only tensor parallelism computes in halves.
+    ({"context_parallel_size": 2}, 16, False),
+    ({"tensor_parallel_size": 2}, 32, True),
+    ({"tensor_parallel_size": 2, "overlap": True}, 16, True),
+    ({"tensor_parallel_size": 2, "context_parallel_size": 4, "overlap": True}, 4, True),
+])  # fmt: skip
 def test_layers_are_timed_on_the_tokens_of_one_of_their_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, tokens: int, joined: bool
 ) -> None:

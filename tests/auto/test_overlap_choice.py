@@ -26,22 +26,19 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
     return tiny.config(1, "bf16", parallel=parallel, data={"micro_batch_size": 2, **data})
 
 
-@pytest.mark.parametrize(
-    ("cfg", "continues", "device", "expected", "timed"),
-    [
-        (config(), False, GPU, "off", True),
-        (config(), False, "GPU, little work", "off", False),
-        (config("on"), False, GPU, "on", False),
-        (config(tensor=1), False, GPU, "off", False),
-        # An odd number of tokens has no halves.
-        (config(micro_batch_size=1, seq_length=tiny.SEQ - 1), False, GPU, "off", False),
-        (config(), False, CPU, "on", False),
-        (config(), True, GPU, "on", False),
-        (config("off"), True, GPU, "off", False),
-        (config(tensor=4), True, GPU, "off", True),
-        (config(micro_batch_size=4), True, GPU, "off", True),
-    ],
-)
+@pytest.mark.parametrize(("cfg", "continues", "device", "expected", "timed"), [
+    (config(), False, GPU, "off", True),
+    (config(), False, "GPU, little work", "off", False),
+    (config("on"), False, GPU, "on", False),
+    (config(tensor=1), False, GPU, "off", False),
+    # An odd number of tokens has no halves.
+    (config(micro_batch_size=1, seq_length=tiny.SEQ - 1), False, GPU, "off", False),
+    (config(), False, CPU, "on", False),
+    (config(), True, GPU, "on", False),
+    (config("off"), True, GPU, "off", False),
+    (config(tensor=4), True, GPU, "off", True),
+    (config(micro_batch_size=4), True, GPU, "off", True),
+])  # fmt: skip
 def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed, tmp_path) -> None:
     device, work = (GPU, False) if isinstance(device, str) else (device, True)
     calls, said, before = list[int](), list[str](), record(config("on")) if continues else None

@@ -42,16 +42,13 @@ def test_a_run_chooses_once_unless_it_cannot_run_so_any_more(asked: str, kept: s
     assert said == ([anew] if kept == "other GPU" else [])
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ({"sage scores": 1.668, "sdpa": 1.455}, "sdpa"),  # An H100 at 32 x 1K.
-        ({"sage scores": 2.174, "sdpa": 2.209}, "sage scores"),  # The same at 16 x 2K.
-        ({"sage scores": 1.000, "sdpa": 1.005}, "sdpa"),  # A gain within the noise of clocks is none.
-        ({"sage scores": math.inf, "sdpa": 1.0}, "sdpa"),
-        ({"off": 1.0, "on": 1.0}, "off"),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "chosen"), [
+    ({"sage scores": 1.668, "sdpa": 1.455}, "sdpa"),  # An H100 at 32 x 1K.
+    ({"sage scores": 2.174, "sdpa": 2.209}, "sage scores"),  # The same at 16 x 2K.
+    ({"sage scores": 1.000, "sdpa": 1.005}, "sdpa"),  # A gain within the noise of clocks is none.
+    ({"sage scores": math.inf, "sdpa": 1.0}, "sdpa"),
+    ({"off": 1.0, "on": 1.0}, "off"),
+])  # fmt: skip
 def test_the_fastest_is_taken_if_it_gains_enough(seconds: dict[str, float], chosen: str) -> None:
     assert fastest({"attention": seconds}, {"sage scores": 1.01}) == chosen
 

@@ -73,20 +73,14 @@ def test_attention_within_documents_is_timed_with_few_key_heads(program: dict, c
     assert first_losses["0"] != first_losses["20"]
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        (["--documents", "20"], 'plain PyTorch takes whole sequences; add --peers ""'),
-        (
-            ["--ours", "sdpa,foo"],
-            "foo: 'foo' is no attention; there are sdpa, flash, sage, reference, fine, paper, scores",
-        ),
-        (["--ours", "scores+fp4"], "linear layers, in fp8 or int8, and :WEIGHTS"),
-        (["--ours", "scores+fp8:8M"], ":WEIGHTS, below which"),
-        (["--ours", "scores+fp8+fp4"], "the output projection is in fp8 or int8"),
-        (["--peers", "bf16,fp8"], "fp8: linear layers of plain PyTorch are bf16, tensorwise, rowwise"),
-    ],
-)
+@pytest.mark.parametrize(("option", "said"), [
+    (["--documents", "20"], 'plain PyTorch takes whole sequences; add --peers ""'),
+    (["--ours", "sdpa,foo"], "foo: 'foo' is no attention; there are sdpa, flash, sage, reference, fine, paper, scores"),
+    (["--ours", "scores+fp4"], "linear layers, in fp8 or int8, and :WEIGHTS"),
+    (["--ours", "scores+fp8:8M"], ":WEIGHTS, below which"),
+    (["--ours", "scores+fp8+fp4"], "the output projection is in fp8 or int8"),
+    (["--peers", "bf16,fp8"], "fp8: linear layers of plain PyTorch are bf16, tensorwise, rowwise"),
+])  # fmt: skip
 def test_unknown_names_are_told_before_anything_runs(option: list, said: str, program: dict, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         program["main"]([*TINY, *option])

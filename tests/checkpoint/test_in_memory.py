@@ -238,18 +238,15 @@ def test_the_next_copy_is_expected_beside_steps_without_one(monkeypatch) -> None
     assert [step for step, late in enumerate(busy, 1) if late] == [20], "one of many is left out"
 
 
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"parallel": {"zero_stage": 1, "engine": "deepspeed"}}, "parallel.engine"),
-        ({"parallel": {"engine": "auto", "gradient_reduction": "bf16"}}, "parallel.gradient_reduction"),
-        ({"parallel": {"engine": "auto"}, "deepspeed": {"seq_parallel_communication_data_type": "bf16"}}, "deepspeed"),
-        ({"parallel": {"zero_stage": 1, "pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size"),
-        ({"parallel": {"zero_stage": 1, "offload": "optimizer"}}, "parallel.offload"),
-        ({"training": {"activation_offload": True, "activation_checkpointing": "full"}}, "training.activation_offload"),
-        ({"model": {"experts": {"number": 4, "per_token": 2, "ffn_size": 16}}}, "model.experts"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "key"), [
+    ({"parallel": {"zero_stage": 1, "engine": "deepspeed"}}, "parallel.engine"),
+    ({"parallel": {"engine": "auto", "gradient_reduction": "bf16"}}, "parallel.gradient_reduction"),
+    ({"parallel": {"engine": "auto"}, "deepspeed": {"seq_parallel_communication_data_type": "bf16"}}, "deepspeed"),
+    ({"parallel": {"zero_stage": 1, "pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size"),
+    ({"parallel": {"zero_stage": 1, "offload": "optimizer"}}, "parallel.offload"),
+    ({"training": {"activation_offload": True, "activation_checkpointing": "full"}}, "training.activation_offload"),
+    ({"model": {"experts": {"number": 4, "per_token": 2, "ffn_size": 16}}}, "model.experts"),
+])  # fmt: skip
 def test_what_was_not_tried_is_refused_by_name(sections: dict, key: str) -> None:
     cfg = tiny.config(1, checkpoint={"in_memory_every": 1}, **sections)
     found = [each for each in check(cfg, 2, files=False) if each.rule == "in_memory_untried"]

@@ -73,23 +73,17 @@ def test_values_are_read_in_their_dtype(tmp_path: Path, dtype: torch.dtype) -> N
     assert out.equal(values[24:].float())
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda data: data[:4], "cut off"),
-        (lambda data: data[:-1], "cut off"),
-        (lambda data: b"\xff" * len(data), "no safetensors file"),
-        (lambda data: data[:8] + b"x" + data[9:], "Expecting value"),
-        (
-            lambda data: data[:8] + b"[" + b" " * 6 + b"]" + b" " * (len(data) - 16),
-            "its header is not that of safetensors",
-        ),
-        (lambda data: data.replace(b"data_offsets", b"data_offset_"), "its header is not that of safetensors"),
-        (lambda data: data.replace(b"blocks.0", b"blocks.x"), "blocks.0|weight is not in it"),
-        (lambda data: data.replace(b'"F32"', b'"I32"'), "blocks.0|weight is I32"),
-        (lambda data: data.replace(b"[0,24]", b"[0,20]"), "blocks.0|weight ends before value 6"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "said"), [
+    (lambda data: data[:4], "cut off"),
+    (lambda data: data[:-1], "cut off"),
+    (lambda data: b"\xff" * len(data), "no safetensors file"),
+    (lambda data: data[:8] + b"x" + data[9:], "Expecting value"),
+    (lambda data: data[:8] + b"[" + b" " * 6 + b"]" + b" " * (len(data) - 16), "its header is not that of safetensors"),
+    (lambda data: data.replace(b"data_offsets", b"data_offset_"), "its header is not that of safetensors"),
+    (lambda data: data.replace(b"blocks.0", b"blocks.x"), "blocks.0|weight is not in it"),
+    (lambda data: data.replace(b'"F32"', b'"I32"'), "blocks.0|weight is I32"),
+    (lambda data: data.replace(b"[0,24]", b"[0,20]"), "blocks.0|weight ends before value 6"),
+])  # fmt: skip
 def test_a_damaged_file_is_named(folder: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], said: str) -> None:
     (tmp_path / "shard-tp000-dp000.safetensors").write_bytes(
         spoil((folder / "shard-tp000-dp000.safetensors").read_bytes())

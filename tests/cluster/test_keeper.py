@@ -122,19 +122,16 @@ def test_a_death_that_comes_again_ends_the_run(tmp_path, corpus) -> None:
 KILLED = Death(3, "node1", -9, "killed by SIGKILL", 48, 0.0, again=True)
 
 
-@pytest.mark.parametrize(
-    ("deaths", "words"),
-    [
-        ([KILLED], ""),
-        ([KILLED, replace(KILLED, step=49)], ""),
-        ([KILLED, replace(KILLED, step=40)], "does not get past it"),
-        ([KILLED, replace(KILLED, rank=2)], "does not get past it"),  # The reason is the same.
-        ([KILLED, replace(KILLED, rank=2, why="hung", step=0)], ""),
-        ([KILLED, replace(KILLED, code=2, again=False)], "another attempt would end in the same way"),
-        ([replace(KILLED, step=step, memory=True) for step in (5, 90)], "memory ran out for the second time"),
-        ([replace(KILLED, step=step) for step in range(4)], "after 3 restarts training.restarts allows no more"),
-    ],
-)
+@pytest.mark.parametrize(("deaths", "words"), [
+    ([KILLED], ""),
+    ([KILLED, replace(KILLED, step=49)], ""),
+    ([KILLED, replace(KILLED, step=40)], "does not get past it"),
+    ([KILLED, replace(KILLED, rank=2)], "does not get past it"),  # The reason is the same.
+    ([KILLED, replace(KILLED, rank=2, why="hung", step=0)], ""),
+    ([KILLED, replace(KILLED, code=2, again=False)], "another attempt would end in the same way"),
+    ([replace(KILLED, step=step, memory=True) for step in (5, 90)], "memory ran out for the second time"),
+    ([replace(KILLED, step=step) for step in range(4)], "after 3 restarts training.restarts allows no more"),
+])  # fmt: skip
 def test_which_deaths_lead_to_another_attempt(deaths, words) -> None:
     said = why_it_ends(deaths, 3)
     assert words in said and bool(words) == bool(said)

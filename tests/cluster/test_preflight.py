@@ -77,16 +77,13 @@ def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
 BF16 = {"linear": {"precision": "bf16"}}
 
 
-@pytest.mark.parametrize(
-    ("sections", "told"),
-    [
-        ({"attention": {"backend": "sage"}, **BF16}, "8.0"),  # Sage's recipe is auto by default.
-        ({"attention": {"backend": "sage", "recipe": "fine"}, **BF16}, None),
-        ({"attention": {"backend": "sdpa"}, **BF16}, None),
-        ({"attention": {"backend": "auto"}, **BF16}, "8.0"),
-        ({"attention": {"backend": "sdpa"}, "linear": {"precision": "auto"}}, "8.0"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "told"), [
+    ({"attention": {"backend": "sage"}, **BF16}, "8.0"),  # Sage's recipe is auto by default.
+    ({"attention": {"backend": "sage", "recipe": "fine"}, **BF16}, None),
+    ({"attention": {"backend": "sdpa"}, **BF16}, None),
+    ({"attention": {"backend": "auto"}, **BF16}, "8.0"),
+    ({"attention": {"backend": "sdpa"}, "linear": {"precision": "auto"}}, "8.0"),
+])  # fmt: skip
 def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: str | None, monkeypatch) -> None:
     """A rank of another kind of GPU might have no choice to make, and the others would wait for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -260,17 +257,14 @@ def test_a_rank_without_a_gpu_says_so_before_it_waits(monkeypatch) -> None:
         preflight.init_distributed(1)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "hosts", "gpus", "world_size", "said"),
-    [
-        (None, None, None, 1, None),
-        ("16", "2", "8", 16, None),
-        ("2", "2", "8", 16, None),  # One torchrun runs on each host.
-        ("16", "2", None, 16, None),
-        ("16", "2", "8", 8, "8 ranks, Slurm's allocation has 2 hosts with 8 GPUs each. If"),
-        ("2", "2", "8", 1, "1 rank, Slurm's allocation has 2 tasks, 2 hosts with 8 GPUs each. If"),
-    ],
-)
+@pytest.mark.parametrize(("tasks", "hosts", "gpus", "world_size", "said"), [
+    (None, None, None, 1, None),
+    ("16", "2", "8", 16, None),
+    ("2", "2", "8", 16, None),  # One torchrun runs on each host.
+    ("16", "2", None, 16, None),
+    ("16", "2", "8", 8, "8 ranks, Slurm's allocation has 2 hosts with 8 GPUs each. If"),
+    ("2", "2", "8", 1, "1 rank, Slurm's allocation has 2 tasks, 2 hosts with 8 GPUs each. If"),
+])  # fmt: skip
 def test_the_allocation_of_slurm_is_compared(monkeypatch, tasks, hosts, gpus, world_size, said) -> None:
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
     for name, value in zip(names, (tasks, hosts, gpus), strict=True):

@@ -85,15 +85,12 @@ def fails() -> bytes:
     raise RuntimeError("no recorder here")
 
 
-@pytest.mark.parametrize(
-    ("recorder", "code", "words"),
-    [
-        (blocks, HANG_EXIT_CODE, "the flight recorder gave nothing in 0.5 seconds"),
-        (blocks_everything, 1, "Timeout (0:00:01.5"),  # faulthandler writes this text and needs no interpreter.
-        (fails, HANG_EXIT_CODE, "the flight recorder failed: no recorder here"),
-        (lambda: b"{", HANG_EXIT_CODE, "the flight recorder failed: Expecting"),
-    ],
-)
+@pytest.mark.parametrize(("recorder", "code", "words"), [
+    (blocks, HANG_EXIT_CODE, "the flight recorder gave nothing in 0.5 seconds"),
+    (blocks_everything, 1, "Timeout (0:00:01.5"),  # faulthandler writes this text and needs no interpreter.
+    (fails, HANG_EXIT_CODE, "the flight recorder failed: no recorder here"),
+    (lambda: b"{", HANG_EXIT_CODE, "the flight recorder failed: Expecting"),
+])  # fmt: skip
 def test_a_recorder_that_does_not_answer_keeps_no_process_alive(tmp_path: Path, recorder, code, words) -> None:
     process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "stacks", recorder))
     process.start()

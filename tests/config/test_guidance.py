@@ -34,26 +34,23 @@ def test_a_run_as_the_papers_advise():
     assert found(run_config()) == []
 
 
-@pytest.mark.parametrize(
-    ("tokens", "key", "value"),
-    [
-        (SAFE + 4096, "tokens_per_step.tokens", SAFE + 4096),
-        ({"schedule": "ramp", "start": 65536, "end": 2**20, "ramp_tokens": 10**7}, "tokens_per_step.end", 2**20),
-        ({"schedule": "ramp", "start": 2**20, "end": 65536, "ramp_tokens": 10**7}, "tokens_per_step.start", 2**20),
-        (
-            {
-                "schedule": "stages",
-                "stages": [
-                    {"from_tokens": 0, "tokens": 65536},
-                    {"from_tokens": 10**6, "tokens": 2**19},
-                    {"from_tokens": 10**7, "tokens": 65536},
-                ],
-            },
-            "tokens_per_step.stages.1.tokens",
-            2**19,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "key", "value"), [
+    (SAFE + 4096, "tokens_per_step.tokens", SAFE + 4096),
+    ({"schedule": "ramp", "start": 65536, "end": 2**20, "ramp_tokens": 10**7}, "tokens_per_step.end", 2**20),
+    ({"schedule": "ramp", "start": 2**20, "end": 65536, "ramp_tokens": 10**7}, "tokens_per_step.start", 2**20),
+    (
+        {
+            "schedule": "stages",
+            "stages": [
+                {"from_tokens": 0, "tokens": 65536},
+                {"from_tokens": 10**6, "tokens": 2**19},
+                {"from_tokens": 10**7, "tokens": 65536},
+            ],
+        },
+        "tokens_per_step.stages.1.tokens",
+        2**19,
+    ),
+])  # fmt: skip
 def test_large_steps_without_qk_norm_are_refused_in_any_stage(tokens, key, value):
     (finding,) = guidance(run_config(tokens, attention={"qk_norm": "none"}))
     assert (finding.rule, finding.level) == ("qk_norm_for_large_steps", "error")

@@ -55,19 +55,16 @@ def test_parts_are_runs_of_their_stages() -> None:
     assert errors(cfg) == {}
 
 
-@pytest.mark.parametrize(
-    ("stages", "sections", "key", "said"),
-    [
-        ([SHORT, {**LONG, "seq_length": None}], {}, "stages.1.seq_length", "either all stages have both, or none"),
-        ([{"from_tokens": 0, "tokens": 65536, "rope_scaling": YARN}], {}, "stages.0.rope_scaling", "no seq_length"),
-        ([SHORT, LONG], {"data": {"seq_length": 8192}}, "data.seq_length", "first stage: 4096, 4, null"),
-        ([{**SHORT, "tokens": 16384}, {**LONG, "from_tokens": 1294336}], {}, "stages.1.from_tokens", "no multiple of"),
-        ([SHORT, {**LONG, "micro_batch_size": 3}], {}, "stages.1.tokens", "micro_batch_size 3 x seq_length 32768"),
-        ([SHORT, LONG], {"parallel": {"offload": "optimizer"}}, "parallel.offload", "not proven"),
-        ([SHORT, LONG], {"stability": {"spikes": {"policy": "rewind"}}}, "stability.spikes.policy", "use stop or skip"),
-        ([SHORT, LONG], {"checkpoint": {"in_memory_every": 5}}, "checkpoint.in_memory_every", "training.init_from"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("stages", "sections", "key", "said"), [
+    ([SHORT, {**LONG, "seq_length": None}], {}, "stages.1.seq_length", "either all stages have both, or none"),
+    ([{"from_tokens": 0, "tokens": 65536, "rope_scaling": YARN}], {}, "stages.0.rope_scaling", "no seq_length"),
+    ([SHORT, LONG], {"data": {"seq_length": 8192}}, "data.seq_length", "first stage: 4096, 4, null"),
+    ([{**SHORT, "tokens": 16384}, {**LONG, "from_tokens": 1294336}], {}, "stages.1.from_tokens", "no multiple of"),
+    ([SHORT, {**LONG, "micro_batch_size": 3}], {}, "stages.1.tokens", "micro_batch_size 3 x seq_length 32768"),
+    ([SHORT, LONG], {"parallel": {"offload": "optimizer"}}, "parallel.offload", "not proven"),
+    ([SHORT, LONG], {"stability": {"spikes": {"policy": "rewind"}}}, "stability.spikes.policy", "use stop or skip"),
+    ([SHORT, LONG], {"checkpoint": {"in_memory_every": 5}}, "checkpoint.in_memory_every", "training.init_from"),
+])  # fmt: skip
 def test_what_contradicts_itself_or_was_not_proven(stages, sections, key, said) -> None:
     ranks = 2 if "parallel" in sections else 1
     found = errors(config(*stages, **sections), ranks)
@@ -95,17 +92,14 @@ def test_plan_has_memory_and_time_of_each_part() -> None:
     assert plan.errors == 0 and len(plan.proposed) == 1
 
 
-@pytest.mark.parametrize(
-    ("second", "third", "warned"),
-    [
-        (LONG, None, []),
-        ({**LONG, "rope_scaling": None}, None, [1]),
-        (LONG, {**LONG, "rope_scaling": None}, [2]),
-        (LONG, {**SHORT, "micro_batch_size": 2, "seq_length": 8192}, [2]),
-        (LONG, SHORT, []),
-        (LONG, {**LONG, "seq_length": 65536}, [2]),
-    ],
-)
+@pytest.mark.parametrize(("second", "third", "warned"), [
+    (LONG, None, []),
+    ({**LONG, "rope_scaling": None}, None, [1]),
+    (LONG, {**LONG, "rope_scaling": None}, [2]),
+    (LONG, {**SHORT, "micro_batch_size": 2, "seq_length": 8192}, [2]),
+    (LONG, SHORT, []),
+    (LONG, {**LONG, "seq_length": 65536}, [2]),
+])  # fmt: skip
 def test_positions_that_no_stage_met_with_a_rope_are_said(second, third, warned) -> None:
     """A stage that drops the scaling has the RoPE of the stages without it, however long those between were."""
     stages = [SHORT, second, *([{**third, "from_tokens": 1572864, "tokens": 131072}] if third else [])]

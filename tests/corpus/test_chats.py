@@ -199,14 +199,11 @@ def test_a_text_may_be_written_as_a_part() -> None:
 ALL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|eot|>{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("loop", "said"),
-    [
-        ("messages[:-1]", "writes message 1, of the user, only with the answer behind it, so that it would count"),
-        ("messages if messages|length % 2 == 0 else messages[:-1]", "writes message 1, of the user, only with"),
-        ("messages if messages|length != 4 else messages[:3]", "does not write message 4, of the assistant, where"),
-    ],
-)
+@pytest.mark.parametrize(("loop", "said"), [
+    ("messages[:-1]", "writes message 1, of the user, only with the answer behind it, so that it would count"),
+    ("messages if messages|length % 2 == 0 else messages[:-1]", "writes message 1, of the user, only with"),
+    ("messages if messages|length != 4 else messages[:3]", "does not write message 4, of the assistant, where"),
+])  # fmt: skip
 def test_a_template_that_leaves_out_the_last_message_is_refused(loop: str, said: str) -> None:
     """The text of a user, or an answer without text, would count in the loss."""
     record = {"messages": [ASK, ANSWER, {**ASK, "content": "what?"}, ANSWER]}
@@ -259,46 +256,42 @@ def test_an_empty_cell_of_a_table_is_none(nothing: object) -> None:
     assert shown(record, template, tool_template="tools! " + template) == "go«Yes.»"
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            {"messages": [{"from": "human", "value": "go"}]},
-            "role None, .*; its keys are ShareGPT's: .* gpt to assistant",
-        ),
-        (
-            {"messages": [ASK, {"role": "ipython", "content": "3"}, ANSWER]},
-            "the role 'ipython', which is .*; ipython is tool here",
-        ),
-        ({"messages": [{**ASK, "content": [{"type": "image_url"}]}, ANSWER]}, r"1: content .* no text \(image_url\)"),
-        (
-            {"messages": [{**ASK, "content": [{"type": "text", "text": "a"}] * 2}, ANSWER]},
-            "1: content holds list of 2 parts",
-        ),
-        ({"messages": [ASK, {"role": "tool", "content": {"t": 3}}, ANSWER]}, "2: content holds dict, .*JSON text"),
-        ({"tools": "weather"}, "'tools' holds text that is no JSON; a chat's tools are a list of JSON objects"),
-        ({"tools": {"weather": {}}}, "'tools' holds dict; a chat's tools are a list"),
-        ({"tools": ["weather"]}, "'tools' holds list whose item 1 is str; a chat's tools are a list of JSON objects"),
-        ({"documents": "[1]"}, "'documents' holds list whose item 1 is int; a chat's documents"),
-        ({"messages": []}, "a chat is a list of messages, .*, not list without items"),
-        ({"messages": [ASK, None, ANSWER]}, "not list whose item 2 is NoneType"),
-        ({"messages": [["go", "Yes."]]}, "not list whose item 1 is list"),
-        ({"messages": {"role": ["user"], "content": ["go"]}}, r"not dict of lists \(as the datasets library"),
-        ({"messages": [{**ASK, "role": "User"}, ANSWER]}, "the role 'User', .*; User is user here"),
-        ({"messages": [{"role": "user", "value": "go"}, ANSWER]}, "NoneType, not text; its other keys are: value"),
-        ({"messages": [ASK, {"role": "assistant", "refusal": "No."}]}, "not text; its other keys are: refusal"),
-        ({"messages": [ASK, {**ANSWER, "content": "", "function_call": {"name": "a"}}]},
-         "message 2 holds function_call, .* write it as tool_calls"),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": {"name": "a"}}]}, "message 2: tool_calls holds dict; "),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": [None]}]}, "tool_calls holds list whose item 1 is NoneType"),
-        ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' holds text that is no JSON; variables"),
-        ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' has a key 'messages', which the chat"),
-        ({"documents": [{"text": "a\0"}]}, "hold a NUL character"),
-        ({"messages": [ASK, call("a", "\0")]}, "message 2 holds a NUL"),
-        ({"messages": str([ASK, ANSWER])}, r"not text that is no JSON \(Python's notation, .* json\.dumps"),
-        ({"messages": "go"}, "a chat is a list of messages, .*, not text that is no JSON"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "message"), [
+    ({"messages": [{"from": "human", "value": "go"}]}, "role None, .*; its keys are ShareGPT's: .* gpt to assistant"),
+    (
+        {"messages": [ASK, {"role": "ipython", "content": "3"}, ANSWER]},
+        "the role 'ipython', which is .*; ipython is tool here",
+    ),
+    ({"messages": [{**ASK, "content": [{"type": "image_url"}]}, ANSWER]}, r"1: content .* no text \(image_url\)"),
+    (
+        {"messages": [{**ASK, "content": [{"type": "text", "text": "a"}] * 2}, ANSWER]},
+        "1: content holds list of 2 parts",
+    ),
+    ({"messages": [ASK, {"role": "tool", "content": {"t": 3}}, ANSWER]}, "2: content holds dict, .*JSON text"),
+    ({"tools": "weather"}, "'tools' holds text that is no JSON; a chat's tools are a list of JSON objects"),
+    ({"tools": {"weather": {}}}, "'tools' holds dict; a chat's tools are a list"),
+    ({"tools": ["weather"]}, "'tools' holds list whose item 1 is str; a chat's tools are a list of JSON objects"),
+    ({"documents": "[1]"}, "'documents' holds list whose item 1 is int; a chat's documents"),
+    ({"messages": []}, "a chat is a list of messages, .*, not list without items"),
+    ({"messages": [ASK, None, ANSWER]}, "not list whose item 2 is NoneType"),
+    ({"messages": [["go", "Yes."]]}, "not list whose item 1 is list"),
+    ({"messages": {"role": ["user"], "content": ["go"]}}, r"not dict of lists \(as the datasets library"),
+    ({"messages": [{**ASK, "role": "User"}, ANSWER]}, "the role 'User', .*; User is user here"),
+    ({"messages": [{"role": "user", "value": "go"}, ANSWER]}, "NoneType, not text; its other keys are: value"),
+    ({"messages": [ASK, {"role": "assistant", "refusal": "No."}]}, "not text; its other keys are: refusal"),
+    (
+        {"messages": [ASK, {**ANSWER, "content": "", "function_call": {"name": "a"}}]},
+        "message 2 holds function_call, .* write it as tool_calls",
+    ),
+    ({"messages": [ASK, {**ANSWER, "tool_calls": {"name": "a"}}]}, "message 2: tool_calls holds dict; "),
+    ({"messages": [ASK, {**ANSWER, "tool_calls": [None]}]}, "tool_calls holds list whose item 1 is NoneType"),
+    ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' holds text that is no JSON; variables"),
+    ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' has a key 'messages', which the chat"),
+    ({"documents": [{"text": "a\0"}]}, "hold a NUL character"),
+    ({"messages": [ASK, call("a", "\0")]}, "message 2 holds a NUL"),
+    ({"messages": str([ASK, ANSWER])}, r"not text that is no JSON \(Python's notation, .* json\.dumps"),
+    ({"messages": "go"}, "a chat is a list of messages, .*, not text that is no JSON"),
+])  # fmt: skip
 def test_what_a_template_cannot_be_given_is_named(more: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shown({"messages": [ASK, ANSWER], **more})

@@ -232,16 +232,13 @@ def test_what_counts_without_tags() -> None:
     assert parts[-2][0].endswith("thanks<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        # Templates of reasoning models do this: earlier answers lose a part once the chat goes on.
-        CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:2] }}"),
-        CHATML.replace("<|im_end|>\n{% endfor %}", "{{ '' if loop.last else '<|im_end|>' }}\n{% endfor %}"),
-        CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nhm{% endif %}"),
-        "{{ messages | length }}" + CHATML,
-    ],
-)
+@pytest.mark.parametrize("template", [
+    # Templates of reasoning models do this: earlier answers lose a part once the chat goes on.
+    CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:2] }}"),
+    CHATML.replace("<|im_end|>\n{% endfor %}", "{{ '' if loop.last else '<|im_end|>' }}\n{% endfor %}"),
+    CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nhm{% endif %}"),
+    "{{ messages | length }}" + CHATML,
+])  # fmt: skip
 def test_a_template_whose_prefixes_do_not_agree_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match=r"message 3( differently when the chat goes on|, so that).*--chat-template"):
         Chats("m", 99, template).parts({"m": TALK}, {}, Notes())

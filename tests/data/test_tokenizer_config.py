@@ -418,22 +418,19 @@ def test_a_free_place_of_a_sentencepiece_model_gets_its_token(tmp_path: Path) ->
     assert f"names token {number} '<|im_end|>', in the place of '<unused0>'" in ours.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("config", "added", "message"),
-    [
-        (
-            {"added_tokens_decoder": {"400": stated(END, rstrip=True)}},
-            None,
-            r"'<\|im_end\|>' takes the spaces around it.*save_pretr",
-        ),
-        ({}, {END: 500}, r"gives '<\|im_end\|>' the id 500; in .*tokenizer\.model it is 400: they"),
-        (
-            {"added_tokens_decoder": {"300": stated(END)}},
-            None,
-            r"the id 300; in .*tokenizer\.model it is 400, where 300 is ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "added", "message"), [
+    (
+        {"added_tokens_decoder": {"400": stated(END, rstrip=True)}},
+        None,
+        r"'<\|im_end\|>' takes the spaces around it.*save_pretr",
+    ),
+    ({}, {END: 500}, r"gives '<\|im_end\|>' the id 500; in .*tokenizer\.model it is 400: they"),
+    (
+        {"added_tokens_decoder": {"300": stated(END)}},
+        None,
+        r"the id 300; in .*tokenizer\.model it is 400, where 300 is ",
+    ),
+])  # fmt: skip
 def test_what_a_sentencepiece_model_cannot_hold_is_named(
     pieces: Tokenizer, config: dict, added: dict | None, message: str, tmp_path: Path
 ) -> None:

@@ -326,15 +326,12 @@ def test_auto_keeps_the_faster_way() -> None:
         assert rows[1] == (1, 5) and rows[-1] == (1, 5) and len(said) == 1 and not timing
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "why", "fix"),
-    [
-        ("zero_stage", 3, "weights of blocks come and go in every micro-step", "use 0 to 2"),
-        ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
-        ("offload", "optimizer", "gradients leave the GPU", "use none"),
-        ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "why", "fix"), [
+    ("zero_stage", 3, "weights of blocks come and go in every micro-step", "use 0 to 2"),
+    ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
+    ("offload", "optimizer", "gradients leave the GPU", "use none"),
+    ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),
+])  # fmt: skip
 def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: str, fix: str) -> None:
     cfg = tiny.config(1, "bf16", parallel={key: value}, training={"cuda_graphs": "on"})
     layout = Layout.of(cfg)

@@ -44,17 +44,14 @@ def test_a_folder_and_records_become_a_run(model: Path) -> None:
     assert run.returncode == 0 and "warning" not in run.stderr and "finished at step" in run.stderr, run.stderr
 
 
-@pytest.mark.parametrize(
-    ("start", "data", "message"),
-    [
-        ("nowhere", "data/pairs", "--model there is no folder nowhere; name .*or a Hugging Face folder"),
-        ("llama", "nowhere", "--data nowhere: does not exist: name token files.*sagetrain prepare chats.jsonl"),
-        ("llama", "pairs.jsonl", "pairs.jsonl: is not prepared: .*sagetrain prepare pairs.jsonl -o data/pairs/train "
-         "--tokenizer llama/tokenizer.model"),
-        ("caf\udce9", "data/pairs", r"--model caf\\udce9 is not UTF-8, as a configuration is: rename it"),
-        ("llama", "data/other", "was prepared with another tokenizer .*--tokenizer runs/llama/tokenizer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("start", "data", "message"), [
+    ("nowhere", "data/pairs", "--model there is no folder nowhere; name .*or a Hugging Face folder"),
+    ("llama", "nowhere", "--data nowhere: does not exist: name token files.*sagetrain prepare chats.jsonl"),
+    ("llama", "pairs.jsonl", "pairs.jsonl: is not prepared: .*sagetrain prepare pairs.jsonl -o data/pairs/train "
+     "--tokenizer llama/tokenizer.model"),
+    ("caf\udce9", "data/pairs", r"--model caf\\udce9 is not UTF-8, as a configuration is: rename it"),
+    ("llama", "data/other", "was prepared with another tokenizer .*--tokenizer runs/llama/tokenizer"),
+])  # fmt: skip
 def test_what_cannot_be_trained_is_named_with_the_way_to_it(model: Path, start: str, data: str, message: str) -> None:
     records(model / "tokenizer.model", "data/pairs/train")
     Path("other.model").write_bytes(published_tokenizer(vocab_size=390).model)

@@ -164,18 +164,15 @@ def test_a_group_has_its_own_score(loaded: TrainedRun, tasks: dict[str, Path], m
         assert set(found) == {"choose", "again", "both", *asks}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "limit", "temperature"),
-    [
-        ({"max_new_tokens": 12}, 12, 0),
-        ({"max_tokens": "7"}, 7, 0),
-        ({"max_gen_toks": None}, 256, 0),
-        ({"temperature": 0.7}, 256, 0.7),
-        ({"do_sample": True}, 256, 1.0),
-        ({"do_sample": False, "temperature": None}, 256, 0),
-        ({"do_sample": False, "temperature": 0.7}, 256, 0),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "limit", "temperature"), [
+    ({"max_new_tokens": 12}, 12, 0),
+    ({"max_tokens": "7"}, 7, 0),
+    ({"max_gen_toks": None}, 256, 0),
+    ({"temperature": 0.7}, 256, 0.7),
+    ({"do_sample": True}, 256, 1.0),
+    ({"do_sample": False, "temperature": None}, 256, 0),
+    ({"do_sample": False, "temperature": 0.7}, 256, 0),
+])  # fmt: skip
 def test_arguments_of_generation_are_read_as_in_the_harness(wanted: dict, limit: int, temperature: float) -> None:
     for until in ("\n", ["\n"], ("\n", "")):
         found = lm_eval._sampling({"until": until, **wanted})

@@ -105,25 +105,17 @@ def test_old_gpus_are_refused():
         family((7, 5))
 
 
-@pytest.mark.parametrize(
-    ("capability", "version", "attention", "linear"),
-    [
-        (
-            (10, 3),
-            "3.9.0",
-            "7 % of the speed of bf16; use attention.backend flash or sdpa",
-            "linear.precision bf16 or fp8",
-        ),
-        (
-            (10, 0),
-            "3.7.1",
-            None,
-            r"need Triton 3\.8 or newer, .* this is 3\.7\.1; install it, or use linear.precision bf16",
-        ),
-        ((10, 0), "3.10.0+git1", None, None),
-        ((12, 0), "3.7.1", None, None),
-    ],
-)
+@pytest.mark.parametrize(("capability", "version", "attention", "linear"), [
+    ((10, 3), "3.9.0", "7 % of the speed of bf16; use attention.backend flash or sdpa", "linear.precision bf16 or fp8"),
+    (
+        (10, 0),
+        "3.7.1",
+        None,
+        r"need Triton 3\.8 or newer, .* this is 3\.7\.1; install it, or use linear.precision bf16",
+    ),
+    ((10, 0), "3.10.0+git1", None, None),
+    ((12, 0), "3.7.1", None, None),
+])  # fmt: skip
 def test_gpus_whose_int8_is_slow_are_refused(capability, version, attention, linear, monkeypatch):
     monkeypatch.setattr(triton, "__version__", version)
     for says, by_tensor_memory in ((attention, False), (linear, True)):

@@ -134,15 +134,12 @@ def test_flops_are_those_of_the_matmuls(kv_heads):
     assert added * tokens == 3 * model.num_layers * square / 2
 
 
-@pytest.mark.parametrize(
-    ("compile_", "qk_norm", "backend", "kv_heads"),
-    [
-        *(("off", *case) for case in itertools.product(QK_NORMS, ["sage"], [4, 1])),
-        *(("off", qk_norm, "sdpa", 4) for qk_norm in QK_NORMS),
-        ("on", "before_rope", "sage", 1),
-        ("on", "after_rope", "sage", 4),
-    ],
-)
+@pytest.mark.parametrize(("compile_", "qk_norm", "backend", "kv_heads"), [
+    *(("off", *case) for case in itertools.product(QK_NORMS, ["sage"], [4, 1])),
+    *(("off", qk_norm, "sdpa", 4) for qk_norm in QK_NORMS),
+    ("on", "before_rope", "sage", 1),
+    ("on", "after_rope", "sage", 4),
+])  # fmt: skip
 def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_heads):
     """sdpa with grouped heads is left out: torch's CPU attention expands them, and its GPU kernels do not."""
     cfg = run_config(
@@ -154,14 +151,11 @@ def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("compile_", "linear", "qk_norm"),
-    [
-        # The layer `out` keeps attention's output, which is kept anyway.
-        ("on", {"keep_layers_below": 100_000}, "none"),
-        ("off", {}, "before_rope"),
-    ],
-)
+@pytest.mark.parametrize(("compile_", "linear", "qk_norm"), [
+    # The layer `out` keeps attention's output, which is kept anyway.
+    ("on", {"keep_layers_below": 100_000}, "none"),
+    ("off", {}, "before_rope"),
+])  # fmt: skip
 def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, qk_norm):
     """`plan` promises 10 %. The scales of columns are not counted; with so few tokens they are some bytes a token."""
     attention = {"qk_norm": qk_norm}
@@ -319,17 +313,14 @@ def items(cfg: RunConfig, world_size: int, vocab_size: int = VOCAB) -> dict[str,
     return {item.name: item.bytes for item in memory_per_rank(cfg, world_size, vocab_size)}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stage", "weights", "gradients", "optimizer"),
-    [
-        ("bf16", 0, 2, 4, 3),  # This case runs as stage 1.
-        ("bf16", 1, 2, 4, 3),
-        ("bf16", 2, 2, 1, 3),
-        ("fp32", 0, 4, 4, 8),
-        ("fp32", 1, 4, 4, 3),
-        ("fp32", 2, 4, 1, 3),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "stage", "weights", "gradients", "optimizer"), [
+    ("bf16", 0, 2, 4, 3),  # This case runs as stage 1.
+    ("bf16", 1, 2, 4, 3),
+    ("bf16", 2, 2, 1, 3),
+    ("fp32", 0, 4, 4, 8),
+    ("fp32", 1, 4, 4, 3),
+    ("fp32", 2, 4, 1, 3),
+])  # fmt: skip
 def test_model_state_by_zero_stage_on_four_ranks(dtype, stage, weights, gradients, optimizer):
     cfg = run_config(parallel={"engine": "deepspeed", "zero_stage": stage}, training={"dtype": dtype})
     size, memory = num_parameters(cfg.model, cfg.attention, VOCAB), items(cfg, 4)

@@ -261,17 +261,14 @@ def test_auto_takes_the_admitted_and_remembers(
     assert "not used: dk is zero" in said[2]  # Another function was chosen before, so this one is tested again.
 
 
-@pytest.mark.parametrize(
-    ("backend", "fastest", "taken"),
-    [
-        ("auto", "sage scores", "sage scores"),
-        ("auto", "sage fine", "sage fine"),
-        ("auto", "sdpa", "sdpa"),
-        ("sage", "sdpa", "sage fine"),  # Attention in 16 bits is no candidate where sage is asked for.
-        ("sage", "sage scores", "sage scores"),
-        ("auto", "sage paper", "sage fine"),  # The least exact recipe runs only by name.
-    ],
-)
+@pytest.mark.parametrize(("backend", "fastest", "taken"), [
+    ("auto", "sage scores", "sage scores"),
+    ("auto", "sage fine", "sage fine"),
+    ("auto", "sdpa", "sdpa"),
+    ("sage", "sdpa", "sage fine"),  # Attention in 16 bits is no candidate where sage is asked for.
+    ("sage", "sage scores", "sage scores"),
+    ("auto", "sage paper", "sage fine"),  # The least exact recipe runs only by name.
+])  # fmt: skip
 def test_recipe_auto_is_the_faster_of_the_nearly_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, fastest: str, taken: str
 ) -> None:

@@ -141,26 +141,18 @@ def test_the_choice_is_said() -> None:
     assert "(gate_up 36, down 36), by the sizes at tensor_parallel_size 2 in training and 1 here (" in fewer
 
 
-@pytest.mark.parametrize(
-    ("capability", "precision", "dtype", "says"),
-    [
-        ((9, 0), "fp8", torch.bfloat16, None),
-        ((8, 9), "fp8", torch.bfloat16, None),
-        (
-            (8, 0),
-            "fp8",
-            torch.bfloat16,
-            "needs a GPU of compute capability 8.9 or more, A card has 8.0; use bf16, or int8",
-        ),
-        ((7, 0), "fp8", torch.bfloat16, "use bf16$"),
-        ((8, 0), "int8", torch.bfloat16, None),
-        ((7, 5), "int8", torch.bfloat16, "needs a GPU of compute capability 8.0"),
-        ((8, 6), "fp8", torch.bfloat16, "A card has 8.6; use bf16, or int8"),
-        ((10, 3), "int8", torch.bfloat16, "linear.precision int8: INT8 products of compute capability 10.3"),
-        ((9, 0), "fp8", torch.float32, "linear.precision fp8 needs training.dtype bf16 on a GPU"),
-        ((7, 0), "bf16", torch.float32, None),
-    ],
-)
+@pytest.mark.parametrize(("capability", "precision", "dtype", "says"), [
+    ((9, 0), "fp8", torch.bfloat16, None),
+    ((8, 9), "fp8", torch.bfloat16, None),
+    ((8, 0), "fp8", torch.bfloat16, "needs a GPU of compute capability 8.9 or more, A card has 8.0; use bf16, or int8"),
+    ((7, 0), "fp8", torch.bfloat16, "use bf16$"),
+    ((8, 0), "int8", torch.bfloat16, None),
+    ((7, 5), "int8", torch.bfloat16, "needs a GPU of compute capability 8.0"),
+    ((8, 6), "fp8", torch.bfloat16, "A card has 8.6; use bf16, or int8"),
+    ((10, 3), "int8", torch.bfloat16, "linear.precision int8: INT8 products of compute capability 10.3"),
+    ((9, 0), "fp8", torch.float32, "linear.precision fp8 needs training.dtype bf16 on a GPU"),
+    ((7, 0), "bf16", torch.float32, None),
+])  # fmt: skip
 def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype, says) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")

@@ -9,20 +9,17 @@ from sagetrain.parallel.host import cores_of_rank, ranks_of_host, use_cores
 NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_PER_TASK")
 
 
-@pytest.mark.parametrize(
-    ("environment", "ranks", "cores"),
-    [
-        ({}, None, 64),
-        ({"LOCAL_WORLD_SIZE": "8"}, 8, 8),  # torchrun
-        ({"LOCAL_SIZE": "4"}, 4, 16),  # deepspeed
-        ({"LOCAL_SIZE": "100"}, 100, 1),
-        ({"SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_NODEID": "0"}, 16, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "1"}, 8, 8),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4, 16),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "3"}, 8, 6),
-        ({"SLURM_CPUS_PER_TASK": "6", "LOCAL_WORLD_SIZE": "2"}, 2, 32),  # torchrun runs on a host that Slurm lent.
-    ],
-)
+@pytest.mark.parametrize(("environment", "ranks", "cores"), [
+    ({}, None, 64),
+    ({"LOCAL_WORLD_SIZE": "8"}, 8, 8),  # torchrun
+    ({"LOCAL_SIZE": "4"}, 4, 16),  # deepspeed
+    ({"LOCAL_SIZE": "100"}, 100, 1),
+    ({"SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_NODEID": "0"}, 16, 4),
+    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "1"}, 8, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4, 16),
+    ({"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "3"}, 8, 6),
+    ({"SLURM_CPUS_PER_TASK": "6", "LOCAL_WORLD_SIZE": "2"}, 2, 32),  # torchrun runs on a host that Slurm lent.
+])  # fmt: skip
 def test_the_cores_of_a_host_are_shared_by_its_ranks(monkeypatch, environment, ranks, cores) -> None:
     for name in (*NAMES, "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)

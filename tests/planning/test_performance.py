@@ -417,23 +417,20 @@ def test_attention_auto_is_priced_as_the_fastest(span):
     assert len(set(seconds.values())) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "peak", "key"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989, "h100"), ("NVIDIA H100 PCIe", 756, None), ("NVIDIA H100 NVL", 835, None),
-        ("NVIDIA H200", 989, "h200"), ("NVIDIA H200 NVL", 835, None), ("NVIDIA GH200 480GB", 989, None),
-        ("NVIDIA B200", 2250, "b200"), ("NVIDIA GB200", 2500, None), ("NVIDIA B300 SXM6 AC", 2250, None),
-        ("NVIDIA A100-SXM4-80GB", 312, "a100"), ("NVIDIA A100-SXM4-40GB", 312, None), ("A100-SXM-80GB", 312, "a100"),
-        ("NVIDIA A100-PCIE-40GB", 312, None), ("NVIDIA A100 80GB PCIe", 312, None), ("NVIDIA H800 PCIe", 756, None),
-        ("NVIDIA H20", 148, None), ("NVIDIA L40S", 362, "l40s"), ("NVIDIA L40", 181, None), ("NVIDIA A40", 150, None),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504, "rtxpro6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None, None),
-        ("NVIDIA GeForce RTX 3090", 71, "rtx3090"), ("NVIDIA GeForce RTX 3090 Ti", None, None),
-        ("NVIDIA GeForce RTX 4090", 165, "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA GeForce RTX 5090", 209, "rtx5090"), ("NVIDIA GeForce RTX 5090 D", None, None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None), ("NVIDIA H1000", None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "peak", "key"), [
+    ("NVIDIA H100 80GB HBM3", 989, "h100"), ("NVIDIA H100 PCIe", 756, None), ("NVIDIA H100 NVL", 835, None),
+    ("NVIDIA H200", 989, "h200"), ("NVIDIA H200 NVL", 835, None), ("NVIDIA GH200 480GB", 989, None),
+    ("NVIDIA B200", 2250, "b200"), ("NVIDIA GB200", 2500, None), ("NVIDIA B300 SXM6 AC", 2250, None),
+    ("NVIDIA A100-SXM4-80GB", 312, "a100"), ("NVIDIA A100-SXM4-40GB", 312, None), ("A100-SXM-80GB", 312, "a100"),
+    ("NVIDIA A100-PCIE-40GB", 312, None), ("NVIDIA A100 80GB PCIe", 312, None), ("NVIDIA H800 PCIe", 756, None),
+    ("NVIDIA H20", 148, None), ("NVIDIA L40S", 362, "l40s"), ("NVIDIA L40", 181, None), ("NVIDIA A40", 150, None),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504, "rtxpro6000"),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None, None),
+    ("NVIDIA GeForce RTX 3090", 71, "rtx3090"), ("NVIDIA GeForce RTX 3090 Ti", None, None),
+    ("NVIDIA GeForce RTX 4090", 165, "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+    ("NVIDIA GeForce RTX 5090", 209, "rtx5090"), ("NVIDIA GeForce RTX 5090 D", None, None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None), ("NVIDIA H1000", None, None),
+])  # fmt: skip
 def test_cards_are_known_by_the_name_of_the_driver(name: str, peak: int | None, key: str | None, monkeypatch) -> None:
     """One form of a card is not taken for another. MFU is relative to the card's own peak, or not reported. Where sums
     in fp32 run at half rate (GeForce), INT8 is faster than FP8."""

@@ -259,15 +259,12 @@ def test_a_long_ramp_is_shown_by_its_ends():
     assert "1,048,576 32 " in text
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("lr_schedule.shape=wsd", "wsd, peak 3e-05, warm-up over 1,966,080,000 tokens (7,500 steps), decay from token 70,778,880,000"),
-        ("lr_schedule={shape: constant, batch_rule: sqrt, reference_tokens_per_step: 131_072}", "constant, peak 3e-05, times (tokens per step / 131,072)^0.5"),
-        ("lr_schedule={shape: linear, batch_rule: linear, warmup_tokens: 1, reference_tokens_per_step: 262_144}", "times (tokens per step / 262,144)"),
-        ("data.valid=[]", "evaluation none: data.valid is empty"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("override", "line"), [
+    ("lr_schedule.shape=wsd", "wsd, peak 3e-05, warm-up over 1,966,080,000 tokens (7,500 steps), decay from token 70,778,880,000"),
+    ("lr_schedule={shape: constant, batch_rule: sqrt, reference_tokens_per_step: 131_072}", "constant, peak 3e-05, times (tokens per step / 131,072)^0.5"),
+    ("lr_schedule={shape: linear, batch_rule: linear, warmup_tokens: 1, reference_tokens_per_step: 262_144}", "times (tokens per step / 262,144)"),
+    ("data.valid=[]", "evaluation none: data.valid is empty"),
+])  # fmt: skip
 def test_wording_follows_the_settings(override, line):
     assert line in plan("325m", 8, override)[1]
 
@@ -307,29 +304,26 @@ def test_it_needs_no_torch_and_little_time():
     assert os.times().children_user - begin < 5  # User time hardly depends on how busy the machine is.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "shown"),
-    [
-        (["configs/325m.yaml", "--world-size", "4"], 0, "as configured on 4 x NVIDIA H200"),
-        (["configs/325m.yaml", "parallel.world_size=4"], 0, "as configured on 4 x NVIDIA H200"),
-        (["configs/325m.yaml", "--world-size", "8", "parallel.world_size=4"], 2, "this launch has 8 ranks"),
-        (["configs/7b.yaml", "--world-size", "2", "--gpu", "a100"], 2, "[gpu_memory]"),
-        (["configs/1b.yaml", "--measured-tokens-per-second", "50000"], 0, "NVIDIA H200, calibrated"),
-        (
-            ["configs/1b.yaml", "--measured-tokens-per-second", "5e4", "parallel.tensor_parallel_size=32"]
-            + ["--world-size", "32"],
-            2,
-            "model.num_key_value_heads",
-        ),
-        (["configs/24gb.yaml", "--gpu", "RTX 4090"], 0, "as configured on 1 x NVIDIA RTX 4090"),
-        (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
-        (["configs/1b.yaml", "--world-size", "8", "--brief"], 0, "228,882 of 262,144 to 524,288 tokens"),
-        (["--keys"], 0, "Peak learning rate."),
-        (["--keys", "optimizer.l"], 0, "Peak learning rate."),
-        (["--keys", "lr"], 0, "optimizer.lr  (required)"),
-        (["--keys", "micro_batchsize"], 2, "did you mean data.micro_batch_size? The sections are model, "),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "shown"), [
+    (["configs/325m.yaml", "--world-size", "4"], 0, "as configured on 4 x NVIDIA H200"),
+    (["configs/325m.yaml", "parallel.world_size=4"], 0, "as configured on 4 x NVIDIA H200"),
+    (["configs/325m.yaml", "--world-size", "8", "parallel.world_size=4"], 2, "this launch has 8 ranks"),
+    (["configs/7b.yaml", "--world-size", "2", "--gpu", "a100"], 2, "[gpu_memory]"),
+    (["configs/1b.yaml", "--measured-tokens-per-second", "50000"], 0, "NVIDIA H200, calibrated"),
+    (
+        ["configs/1b.yaml", "--measured-tokens-per-second", "5e4", "parallel.tensor_parallel_size=32"]
+        + ["--world-size", "32"],
+        2,
+        "model.num_key_value_heads",
+    ),
+    (["configs/24gb.yaml", "--gpu", "RTX 4090"], 0, "as configured on 1 x NVIDIA RTX 4090"),
+    (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
+    (["configs/1b.yaml", "--world-size", "8", "--brief"], 0, "228,882 of 262,144 to 524,288 tokens"),
+    (["--keys"], 0, "Peak learning rate."),
+    (["--keys", "optimizer.l"], 0, "Peak learning rate."),
+    (["--keys", "lr"], 0, "optimizer.lr  (required)"),
+    (["--keys", "micro_batchsize"], 2, "did you mean data.micro_batch_size? The sections are model, "),
+])  # fmt: skip
 def test_the_command_and_its_exit_code(monkeypatch, arguments, code, shown):
     monkeypatch.setenv("COLUMNS", "80")  # The width is that of the terminal, not of a pipe.
     monkeypatch.chdir(CONFIGS.parent)

@@ -306,17 +306,14 @@ def test_a_run_takes_a_refused_step_again_to_the_same_bits(corpus: Path, tmp_pat
     run_distributed(runs, 2, str(corpus), str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"parallel": {"zero_stage": 2}}, "parallel.zero_stage"),
-        ({"parallel": {"zero_stage": 1, "engine": "deepspeed"}}, "parallel.engine"),
-        ({"parallel": {"zero_stage": 1, "tensor_parallel_size": 2}}, "parallel.tensor_parallel_size"),
-        ({"parallel": {"zero_stage": 1, "offload": "optimizer"}}, "parallel.offload"),
-        ({"attention": {"backend": "auto"}}, "attention.backend"),
-        ({"model": {"experts": {"number": 4, "per_token": 2, "ffn_size": 16}}}, "model.experts"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "key"), [
+    ({"parallel": {"zero_stage": 2}}, "parallel.zero_stage"),
+    ({"parallel": {"zero_stage": 1, "engine": "deepspeed"}}, "parallel.engine"),
+    ({"parallel": {"zero_stage": 1, "tensor_parallel_size": 2}}, "parallel.tensor_parallel_size"),
+    ({"parallel": {"zero_stage": 1, "offload": "optimizer"}}, "parallel.offload"),
+    ({"attention": {"backend": "auto"}}, "attention.backend"),
+    ({"model": {"experts": {"number": 4, "per_token": 2, "ffn_size": 16}}}, "model.experts"),
+])  # fmt: skip
 def test_what_was_not_tried_is_refused_by_name(sections, key) -> None:
     cfg = tiny.config(1, stability={"replay": {"every_steps": 100}}, **sections)
     found = [each for each in check(cfg, 2, files=False) if each.rule == "replay_untried"]

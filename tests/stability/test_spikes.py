@@ -104,21 +104,13 @@ def test_a_second_rewind_goes_further_back() -> None:
     assert spikes.may_go_back(164, 90)
 
 
-@pytest.mark.parametrize(
-    ("spikes", "keep_last", "level", "words"),
-    [
-        (
-            {"grace_steps": 200},
-            3,
-            "error",
-            "stability.spikes.grace_steps = 200: is more than stability.spikes.window 128",
-        ),
-        ({"max_events": 9}, 3, "warning", "stability.spikes.max_events = 9: has no effect with policy stop"),
-        ({"policy": "rewind"}, 2, "warning", "checkpoint.keep_last = 2: leaves stability.spikes.policy rewind nothing"),
-        ({"policy": "rewind", "max_events": 1}, 2, None, ""),
-        ({"policy": "skip"}, 1, None, ""),
-    ],
-)
+@pytest.mark.parametrize(("spikes", "keep_last", "level", "words"), [
+    ({"grace_steps": 200}, 3, "error", "stability.spikes.grace_steps = 200: is more than stability.spikes.window 128"),
+    ({"max_events": 9}, 3, "warning", "stability.spikes.max_events = 9: has no effect with policy stop"),
+    ({"policy": "rewind"}, 2, "warning", "checkpoint.keep_last = 2: leaves stability.spikes.policy rewind nothing"),
+    ({"policy": "rewind", "max_events": 1}, 2, None, ""),
+    ({"policy": "skip"}, 1, None, ""),
+])  # fmt: skip
 def test_settings_that_cannot_work_are_named(spikes, keep_last, level, words) -> None:
     cfg = tiny.config(1, stability={"spikes": spikes}, checkpoint={"keep_last": keep_last})
     found = [finding for finding in fit(cfg, 1) if "spikes" in str(finding)]

@@ -126,16 +126,13 @@ def test_ledger_is_found_again_from_its_segments() -> None:
     assert again.head == ledger_of([*sizes, 8]).head != ledger_of([*sizes, 9]).head
 
 
-@pytest.mark.parametrize(
-    ("segments", "step", "words"),
-    [
-        ([[0, 8, 5], [48, 16, 3]], 8, "skips samples 40 to 47"),
-        ([[0, 8, 5], [32, 16, 3]], 8, "has seen twice samples 32 to 39"),
-        ([[0, 8, 5], [40, 16, 2]], 8, "7 steps over 72 samples, the training state says 8 steps over 88"),
-        ([[0, 16, 3], [48, 8, 5]], 8, "its steps give"),  # There are as many samples, in other steps.
-        (None, 8, "is missing"),
-    ],
-)
+@pytest.mark.parametrize(("segments", "step", "words"), [
+    ([[0, 8, 5], [48, 16, 3]], 8, "skips samples 40 to 47"),
+    ([[0, 8, 5], [32, 16, 3]], 8, "has seen twice samples 32 to 39"),
+    ([[0, 8, 5], [40, 16, 2]], 8, "7 steps over 72 samples, the training state says 8 steps over 88"),
+    ([[0, 16, 3], [48, 8, 5]], 8, "its steps give"),  # There are as many samples, in other steps.
+    (None, 8, "is missing"),
+])  # fmt: skip
 def test_a_ledger_that_does_not_fit_is_refused(segments, step, words) -> None:
     stored = segments and replace(ledger_of([8] * 5 + [16] * 3), segments=segments)
     with pytest.raises(CheckpointError, match=words):

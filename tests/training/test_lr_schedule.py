@@ -18,18 +18,12 @@ TOTAL = 1000
 OPTIMIZER = OptimizerConfig(lr=2.0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "points"),
-    [
-        (
-            "cosine",
-            {0: 0, 50: 1.0, 100: 2.0, 325: 0.5 + 1.5 * (1 + math.sqrt(0.5)) / 2, 550: 1.25, 1000: 0.5, 1500: 0.5},
-        ),
-        ("linear", {0: 0, 50: 1.0, 100: 2.0, 325: 1.625, 550: 1.25, 1000: 0.5, 1500: 0.5}),
-        ("wsd", {0: 0, 50: 1.0, 100: 2.0, 550: 2.0, 800: 2.0, 900: 1.25, 1000: 0.5, 1500: 0.5}),
-        ("constant", {0: 0, 50: 1.0, 100: 2.0, 550: 2.0, 1000: 2.0, 1500: 2.0}),
-    ],
-)
+@pytest.mark.parametrize(("shape", "points"), [
+    ("cosine", {0: 0, 50: 1.0, 100: 2.0, 325: 0.5 + 1.5 * (1 + math.sqrt(0.5)) / 2, 550: 1.25, 1000: 0.5, 1500: 0.5}),
+    ("linear", {0: 0, 50: 1.0, 100: 2.0, 325: 1.625, 550: 1.25, 1000: 0.5, 1500: 0.5}),
+    ("wsd", {0: 0, 50: 1.0, 100: 2.0, 550: 2.0, 800: 2.0, 900: 1.25, 1000: 0.5, 1500: 0.5}),
+    ("constant", {0: 0, 50: 1.0, 100: 2.0, 550: 2.0, 1000: 2.0, 1500: 2.0}),
+])  # fmt: skip
 def test_closed_form(shape, points):
     config = LrScheduleConfig(shape=shape, warmup_tokens=100, min_lr=0.5, decay_tokens=200 if shape == "wsd" else None)
     for tokens, expected in points.items():
@@ -148,17 +142,14 @@ def planned(tmp_path, lr_schedule: dict, total: int, **optimizer: float) -> RunC
     return cfg
 
 
-@pytest.mark.parametrize(
-    ("shape", "tokens", "before", "now"),
-    [
-        ("cosine", 15360, 2.36e-06, 0.000439),
-        ("linear", 15360, 5.36e-05, 0.00075),
-        ("wsd", 15360, 0.0005, 0.003),
-        ("cosine", 5120, 0.0025, 0.00264),
-        ("wsd", 5120, None, None),  # The decay of this schedule comes later.
-        ("constant", 15360, None, None),
-    ],
-)
+@pytest.mark.parametrize(("shape", "tokens", "before", "now"), [
+    ("cosine", 15360, 2.36e-06, 0.000439),
+    ("linear", 15360, 5.36e-05, 0.00075),
+    ("wsd", 15360, 0.0005, 0.003),
+    ("cosine", 5120, 0.0025, 0.00264),
+    ("wsd", 5120, None, None),  # The decay of this schedule comes later.
+    ("constant", 15360, None, None),
+])  # fmt: skip
 def test_an_extended_run_says_how_far_the_learning_rate_jumps(tmp_path, shape, tokens, before, now):
     """The values by hand are the schedule at the middle of the last step of 512 tokens, and at the middle of the next
     step."""

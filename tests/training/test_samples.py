@@ -55,21 +55,18 @@ def test_samples_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> No
 EVERY = "evaluation.samples_every_tokens=1000"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "level", "said"),
-    [
-        ([EVERY, "parallel.zero_stage=3"], "error", "samples_every_tokens: null and take `sagetrain generate`"),
-        (
-            [EVERY, "evaluation.samples_tokens=8", "evaluation.samples_prompts=[x]", "parallel.zero_stage=3"],
-            "error",
-            r"set parallel.zero_stage: 2, or evaluation.samples_every_tokens: null \(and leave out "
-            r"evaluation.samples_prompts, evaluation.samples_tokens\)",
-        ),
-        ([EVERY, "model.vocab_size=512"], "error", "no tokenizer that makes text of tokens"),
-        (["evaluation.samples_tokens=8"], "warning", "samples_tokens"),
-        (["evaluation.samples_prompts=[x]"], "warning", "samples_prompts"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "level", "said"), [
+    ([EVERY, "parallel.zero_stage=3"], "error", "samples_every_tokens: null and take `sagetrain generate`"),
+    (
+        [EVERY, "evaluation.samples_tokens=8", "evaluation.samples_prompts=[x]", "parallel.zero_stage=3"],
+        "error",
+        r"set parallel.zero_stage: 2, or evaluation.samples_every_tokens: null \(and leave out "
+        r"evaluation.samples_prompts, evaluation.samples_tokens\)",
+    ),
+    ([EVERY, "model.vocab_size=512"], "error", "no tokenizer that makes text of tokens"),
+    (["evaluation.samples_tokens=8"], "warning", "samples_tokens"),
+    (["evaluation.samples_prompts=[x]"], "warning", "samples_prompts"),
+])  # fmt: skip
 def test_samples_that_nobody_can_write_or_asked_for(
     corpus: Path, tmp_path: Path, capsys, overrides: list[str], level: str, said: str
 ) -> None:
