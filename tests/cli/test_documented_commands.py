@@ -113,8 +113,11 @@ def torch_run(words: list[str]) -> None:
 
 
 def sbatch(words: list[str]) -> None:
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (ROOT / words[0]).read_text(), re.M))
-    train(words[1:], int(options["nodes"]) * int(options["ntasks-per-node"]))
+    given = [word for word in words if word.startswith("--")]
+    script, *words = words[len(given) :]
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (ROOT / script).read_text(), re.M))
+    options |= dict(word.removeprefix("--").split("=") for word in given)
+    train(words, int(options["nodes"]) * int(options["ntasks-per-node"]))
 
 
 def exists(words: list[str]) -> None:

@@ -4,6 +4,7 @@
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -178,13 +179,14 @@ def test_325m_runs_on_any_part_of_a_node(world_size):
     assert plan("325m", world_size)[0] == 0
 
 
-def test_the_memory_that_the_guide_to_clusters_names():
+@pytest.mark.parametrize(("name", "ranks", "command", "size"), [
+    ("325m", 4, r"4 GPUs, \d+ GiB each by `plan`:.*?train configs/325m.yaml ([^\n]+)", r"4 GPUs, (\d+) GiB each"),
+    ("8b", 8, r"plan 8b --world-size 8 --gpu h100 ([^\n]+)", r"predicts (\d+) GiB of each H100"),
+])  # fmt: skip
+def test_the_memory_that_the_guide_to_clusters_names(name: str, ranks: int, command: str, size: str):
     text = (CONFIGS.parent / "docs/cluster.md").read_text().replace("\\\n", " ")
-    size, command = re.search(
-        r"4 GPUs, (\d+) GiB each by `plan`:.*?train configs/325m.yaml ([^\n]+)", text, re.DOTALL
-    ).groups()
-    _, planned = plan("325m", 4, *command.split(), brief=True)
-    assert f"{float(re.search(r'memory ([0-9.]+) GiB', planned)[1]):.0f}" == size
+    _, planned = plan(name, ranks, *shlex.split(re.search(command, text, re.DOTALL)[1]), brief=True)
+    assert f"{float(re.search(r'memory ([0-9.]+) GiB', planned)[1]):.0f}" == re.search(size, text)[1]
 
 
 def test_numbers_of_the_plan():
