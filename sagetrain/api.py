@@ -335,7 +335,7 @@ class Model:
         """Write the checkpoint as a Hugging Face folder, which transformers and vLLM can load.
 
         Args:
-            folder: a folder that does not exist yet or is empty, on a disk or in a bucket (s3://BUCKET/FOLDER).
+            folder: a folder that does not exist yet or is empty, on a disk or in a bucket (s3://BUCKET/FOLDER, gs://).
             dtype: the dtype of the weights. Default: the dtype in which the run computed.
             say: gets messages for people.
 

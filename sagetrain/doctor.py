@@ -49,8 +49,9 @@ EXAMPLE = ModelConfig(
 """The model whose shapes are tried without a configuration: that of configs/1b.yaml."""
 
 EXTRAS = {
+    "gs": ("gcsfs", "training.run_url: gs://"),
     "lm-eval": ("lm_eval", "evaluation.tasks, eval --tasks"),
-    "s3": ("s3fs", "training.run_url"),
+    "s3": ("s3fs", "training.run_url: s3://"),
     "transformers": ("transformers", "results/generation/generate.py"),
     "wandb": ("wandb", "logging.wandb"),
 }

@@ -164,8 +164,8 @@ def url_meant(path: Path) -> str:
     """Return the message for a path that was a URL; "" for other paths."""
     if url := url_of(path):
         return (
-            f"{url} is a URL, which is not taken here: copy it to a disk or from there (aws s3 cp --recursive), and "
-            "name the path"
+            f"{url} is a URL, which is not taken here: copy it to a disk or from there (aws s3 cp or gcloud "
+            "storage cp, --recursive), and name the path"
         )
     return ""
 

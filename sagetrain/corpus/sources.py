@@ -374,7 +374,7 @@ def _not_found(source: str) -> str:
     if "://" in source:
         return (
             "is an address, and files are read from this machine alone; download it first (curl -LO, hf download, "
-            "aws s3 cp), or give the name of a Hugging Face dataset"
+            "aws s3 cp, gcloud storage cp), or give the name of a Hugging Face dataset"
         )
     if Path(source).exists():
         return "is neither a file nor a folder; write its content to a file"

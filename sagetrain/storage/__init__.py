@@ -1,1 +1,1 @@
-"""Places that keep files by name, which a URL names: buckets (s3://), and folders that are written like one (file://)."""
+"""Places that keep files by name, which a URL names: buckets (s3://, gs://), and folders that are written like one (file://)."""

@@ -131,19 +131,15 @@ def check_rights(folder: UrlPath) -> str:
         try:
             store.put(name, b"2", absent=True)
             warning = (
-                f"warning: {folder} is in a store that replaces files it was asked to keep (it has no If-None-Match): "
-                "nothing keeps a second run out of it, so start no other one there while this one runs"
+                f"warning: {folder} is in a store that replaces files it was asked to keep (by If-None-Match, or "
+                "ifGenerationMatch): nothing keeps a second run out of it, start no other one there while this one runs"
             )
         except FileExistsError:
             warning = ""
         store.names(name)
         store.delete([name])
     except PermissionError as error:
-        raise CheckpointError(
-            f"training.run_url {folder}: {error}. Give these credentials the rights to put, get, list and delete there "
-            "(s3:PutObject, s3:GetObject, s3:ListBucket, s3:DeleteObject), name others (AWS_PROFILE, or "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or choose another place"
-        ) from error
+        raise CheckpointError(f"training.run_url {folder}: {error}, or choose another place") from error
     except OSError as error:
         raise CheckpointError(
             f"training.run_url {folder} cannot be written to: {error}; make the bucket, or choose another place"

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sagetrain.config.sections.base import is_url
+from sagetrain.storage.bucket import PATIENCE
+from sagetrain.storage.gs import GS
 from sagetrain.storage.local import Local
-from sagetrain.storage.s3 import PATIENCE, S3
+from sagetrain.storage.s3 import S3
 from sagetrain.storage.store import Store
 
 
@@ -83,8 +85,8 @@ def store_at(folder: UrlPath, patience: float = PATIENCE) -> Store:
         ValueError: the URL is of another kind. config.rules refuses such URLs.
     """
     scheme, _, rest = folder.url.partition("://")
-    if scheme == "s3":
-        return S3(rest, patience)
+    if kind := {"s3": S3, "gs": GS}.get(scheme):
+        return kind(rest, patience)
     if scheme == "file":
         return Local(Path(rest))
     raise ValueError(f"{folder}: SageTrain has no store for {scheme}://")

@@ -3,15 +3,19 @@
 import random
 import shutil
 import socket
+import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import sagetrain
-from bucket import DENIED, Bucket, served
+from bucket import Bucket, served
+from google_server import GONE, PAGE, TOKENS
 from runs import check_same, finish, kill_all, log_of, when, write_config
 from sagetrain.checkpoint import on_disk
 from sagetrain.cluster.run_copy import here
@@ -25,27 +29,43 @@ from sagetrain.inference.windows import text_of
 from sagetrain.interop.exporting import check_free
 from sagetrain.planning.plan import make_plan
 from sagetrain.report.read import read_runs
-from sagetrain.storage import s3
+from sagetrain.storage import bucket as buckets
+from sagetrain.storage.gs import GS
+from sagetrain.storage.lease import Lease, check_rights
 from sagetrain.storage.range_reader import fetch, send_folder
 from sagetrain.storage.s3 import S3
 from sagetrain.storage.url_path import UrlPath, store_at
 from started_from import configured
 
+KINDS = {"s3": S3, "gs": GS}
+
 
 @pytest.fixture(scope="module")
-def bucket() -> Bucket:
-    with served() as made, pytest.MonkeyPatch.context() as patch:
-        for name, value in made.environment.items():
-            patch.setenv(name, value)
-        yield made
+def servers() -> Callable[[str], Bucket]:
+    """The servers, each of which starts when it is asked for first."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        @cache
+        def started(kind: str) -> Bucket:
+            made = stack.enter_context(served(kind))
+            for name, value in made.environment.items():
+                patch.setenv(name, value)
+            return made
+
+        yield started
 
 
-@pytest.fixture(params=["file", "s3"])
-def folder(request, tmp_path) -> UrlPath:
+@pytest.fixture(params=KINDS)
+def bucket(request, servers) -> Bucket:
+    return servers(request.param)
+
+
+@pytest.fixture(params=["file", *KINDS])
+def folder(request, servers, tmp_path) -> UrlPath:
     """A folder without files, in each kind of store."""
     if request.param == "file":
         return UrlPath(f"file://{tmp_path}/a/folder")
-    return UrlPath(f"s3://{request.getfixturevalue('bucket').name}/{tmp_path.name}/run")
+    return UrlPath(f"{servers(request.param).url}/{tmp_path.name}/run")
 
 
 def test_a_store_puts_swaps_reads_and_deletes(folder: UrlPath) -> None:
@@ -73,6 +93,10 @@ def test_a_store_puts_swaps_reads_and_deletes(folder: UrlPath) -> None:
     assert (folder / "b" / "one").read_text() == "mine" and (folder / "b").parent == folder
     store.delete(["a", "b/one", "c"])
     assert store.names() == []
+    names = [f"page/{number:02d}" for number in range(2 * PAGE + 1)]
+    for name in names:
+        store.put(name, b"")
+    assert store.names() == names
 
 
 def test_one_of_several_writers_wins(folder: UrlPath) -> None:
@@ -88,16 +112,33 @@ def test_one_of_several_writers_wins(folder: UrlPath) -> None:
     assert [store_at(folder).read("lock")] == [b"%d" % number for number in won]
 
 
+def test_a_second_run_is_refused(folder: UrlPath) -> None:
+    assert check_rights(folder) == ""
+    first, second = (Lease(folder, run, beat=0.2) for run in ("a", "b"))
+    first.claim(print)
+    try:
+        with pytest.raises(CheckpointError, match=f"{folder} is in use by another run"):
+            second.claim(print)
+        first.check()
+    finally:
+        first.release()
+    assert store_at(folder).names() == []
+
+
 def blocks_of(data: bytes) -> list[memoryview]:
     """Cut data into blocks of odd lengths."""
     return [memoryview(data)[low : low + 77_777] for low in range(0, len(data), 77_777)]
 
 
-@pytest.mark.parametrize("share", [{"500": 0.25}, {"503": 0.25}, {"slow": 0.3, "cut": 0.4}, {"expired": 3}], ids=str)
-def test_faults_of_a_server_pass(bucket: Bucket, tmp_path, monkeypatch, share: dict[str, float]) -> None:
+@pytest.mark.parametrize(("kind", "share"), [
+    ("s3", {"500": 0.25}), ("s3", {"503": 0.25}), ("s3", {"slow": 0.3, "cut": 0.4}), ("s3", {"expired": 3}),
+    ("gs", {"500": 0.2, "cut": 0.2}), ("gs", {"expired": 3}),
+], ids=str)  # fmt: skip
+def test_faults_of_a_server_pass(servers, tmp_path, monkeypatch, kind: str, share: dict[str, float]) -> None:
     """Whatever a server does, what was written is whole, and this writer's own first try is no other writer."""
-    monkeypatch.setattr(s3, "_PART", 5 << 20)
-    store, data = S3(f"{bucket.name}/{tmp_path.name}"), random.Random(1).randbytes(11 << 20)
+    monkeypatch.setattr(buckets, "_PART", 5 << 20)
+    bucket = servers(kind)
+    store, data = store_at(UrlPath(f"{bucket.url}/{tmp_path.name}")), random.Random(1).randbytes(11 << 20)
     bucket.faults(**share)
     try:
         store.write("large", blocks_of(data), len(data))
@@ -118,16 +159,33 @@ def test_faults_of_a_server_pass(bucket: Bucket, tmp_path, monkeypatch, share: d
     assert all(given.get(kind) for kind in share), given
 
 
+def test_answers_of_an_upload_that_are_lost(servers, tmp_path, monkeypatch) -> None:
+    """Google has what it did not confirm, so it is asked how far it came. The end of the upload is among what is
+    lost."""
+    monkeypatch.setattr(buckets, "_PART", 1 << 18)
+    google, data = servers("gs"), random.Random(1).randbytes(5 << 17)
+    store = store_at(UrlPath(f"{google.url}/{tmp_path.name}"), patience=2.0)
+
+    def blocks():
+        for low in range(0, len(data), 1 << 18):
+            google.faults(lost=1)
+            yield memoryview(data)[low : low + (1 << 18)]
+
+    store.write("large", blocks(), len(data))
+    assert google.faults() == {"lost": 1} and store.read("large") == data
+
+
 def test_what_does_not_pass_is_said(bucket: Bucket, tmp_path) -> None:
-    store = S3(f"{bucket.name}/{tmp_path.name}", patience=0.5)
-    with pytest.raises(PermissionError, match=f"s3://{DENIED}/a: AccessDenied"):
-        S3(DENIED).put("a", b"")
-    with pytest.raises(FileNotFoundError, match="s3://there-is-none/a"):
-        S3("there-is-none").put("a", b"")
+    url = f"{bucket.url}/{tmp_path.name}"
+    store = store_at(UrlPath(url), patience=0.5)
+    with pytest.raises(PermissionError, match=f"{bucket.denied}/a: .*(AccessDenied|storage.objects.create access)"):
+        store_at(UrlPath(bucket.denied)).put("a", b"")
+    with pytest.raises(FileNotFoundError, match=f"{bucket.kind}://there-is-none/a: no such file or bucket"):
+        store_at(UrlPath(f"{bucket.kind}://there-is-none")).put("a", b"")
     for fault, kind in {"expired": PermissionError, "500": OSError}.items():
         bucket.faults(**{fault: 1000})
         try:
-            with pytest.raises(kind, match=f"s3://{bucket.name}/{tmp_path.name}/a: .*tried for 0 s"):
+            with pytest.raises(kind, match=f"{url}/a: .*tried for 0 s"):
                 store.put("a", b"")
         finally:
             bucket.faults()
@@ -135,48 +193,81 @@ def test_what_does_not_pass_is_said(bucket: Bucket, tmp_path) -> None:
 
 def test_a_bucket_that_is_busy_at_first_has_answered(bucket: Bucket, tmp_path, monkeypatch) -> None:
     """Many ranks begin at once, and the server asks them to slow down."""
-    monkeypatch.setattr(s3, "_ANSWERED", set())
-    monkeypatch.setattr(s3, "_FIRST_PATIENCE", 0.1)
+    monkeypatch.setattr(buckets, "_ANSWERED", set())
+    monkeypatch.setattr(buckets, "_FIRST_PATIENCE", 0.1)
     bucket.faults(**{"503": 2})
-    S3(f"{bucket.name}/{tmp_path.name}").put("a", b"")
+    store_at(UrlPath(f"{bucket.url}/{tmp_path.name}")).put("a", b"")
     assert bucket.faults() == {"503": 2}
 
 
-def test_a_first_call_has_time_for_its_data(monkeypatch) -> None:
-    waits = []
+def test_a_package_that_lacks_is_named(bucket: Bucket, monkeypatch) -> None:
+    KINDS[bucket.kind].connect.cache_clear()
+    monkeypatch.setitem(sys.modules, {"s3": "s3fs", "gs": "gcsfs.core"}[bucket.kind], None)
+    with pytest.raises(ConfigError, match=rf"{bucket.kind}:// needs .* pip install 'sagetrain\[{bucket.kind}\]'"):
+        store_at(UrlPath(bucket.url)).put("a", b"")
+
+
+def test_a_first_call_has_time_for_its_data(bucket: Bucket, monkeypatch) -> None:
+    waits, kind = [], KINDS[bucket.kind]
     monkeypatch.setattr("fsspec.asyn.sync", lambda *_, timeout, **how: waits.append(timeout) or b"abc")
-    for number, act in enumerate([lambda to: to.put("a", bytes(32 << 20)), lambda to: to.read("a", 0, 3), S3.sizes]):
+    for number, act in enumerate([lambda to: to.put("a", bytes(32 << 20)), lambda to: to.read("a", 0, 3), kind.sizes]):
         with suppress(AttributeError):  # This is no page of names.
-            act(S3(f"new-{number}"))
-    assert waits == pytest.approx([s3._FIRST_ANSWER + 32, s3._FIRST_ANSWER, s3._FIRST_ANSWER], abs=1e-3)
+            act(kind(f"new-{number}"))
+    first = buckets._FIRST_ANSWER
+    assert waits == pytest.approx([first + 32, first, first], abs=1e-3)
 
 
-@pytest.mark.parametrize("listens", [False, True])
-def test_a_bucket_that_never_answers_is_said_soon(tmp_path, corpus, monkeypatch, capsys, listens: bool) -> None:
+def test_credentials_of_google(servers, tmp_path, monkeypatch) -> None:
+    """An error says where credentials come from if there are none, or if their account is gone."""
+    google, key = servers("gs"), tmp_path / "key.json"
+    store = store_at(UrlPath(f"{google.url}/{tmp_path.name}"), patience=0.5)
+    key.write_text(Path(google.environment["GOOGLE_APPLICATION_CREDENTIALS"]).read_text().replace(TOKENS, GONE))
+    for path, text in ((key, "invalid_grant: account not found"), (tmp_path / "none", "Anonymous caller")):
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+        GS.connect.cache_clear()
+        with pytest.raises(PermissionError, match=f"{google.url}/{tmp_path.name}/a: {text}.*tried for 0 s.*GOOGLE_APP"):
+            store.put("a", b"")
+    GS.connect.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "listens"), [("s3", False), ("s3", True), ("gs", False)])
+def test_a_bucket_that_never_answers_is_said_soon(
+    tmp_path, corpus, monkeypatch, capsys, kind: str, listens: bool
+) -> None:
     """The endpoint refuses connections, or takes them and is silent. A plan waits for it once."""
-    monkeypatch.setattr(s3, "_FIRST_PATIENCE", 1.0)
-    monkeypatch.setattr(s3, "_REMEMBERED", 1e9)  # A plan takes longer than 10 s on a busy host.
-    monkeypatch.setattr(s3, "_FIRST_ANSWER", 0.4 if listens else 60.0)  # A refusal may be late on a busy host.
+    monkeypatch.setattr(buckets, "_FIRST_PATIENCE", 1.0)
+    monkeypatch.setattr(buckets, "_REMEMBERED", 1e9)  # A plan takes longer than 10 s on a busy host.
+    monkeypatch.setattr(buckets, "_FIRST_ANSWER", 0.4 if listens else 60.0)  # A refusal may be late on a busy host.
     monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path / "cache"))
     sections = {"evaluation": {"samples_every_tokens": 10_000, "samples_prompts": ["one"]}}
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if listens:
             server.listen()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        endpoint, silent = {
+            "s3": ("AWS_ENDPOINT_URL", "Could not connect"),
+            "gs": ("STORAGE_EMULATOR_HOST", "Connect call failed"),
+        }[kind]
+        monkeypatch.setenv(endpoint, f"http://127.0.0.1:{server.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "key")
-        for key, url in (("init_from", f"s3://away-{int(listens)}/run"), ("run_url", f"s3://far-{int(listens)}/run")):
-            s3._filesystem.cache_clear()
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "none")
+        monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+        monkeypatch.setenv("NO_GCE_CHECK", "true")
+        for key, url in (
+            ("init_from", f"{kind}://away-{int(listens)}/run"),
+            ("run_url", f"{kind}://far-{int(listens)}/run"),
+        ):
+            KINDS[kind].connect.cache_clear()
             config = write_config(tmp_path / "a.yaml", corpus, tmp_path / "run", **sections)
             found = make_plan(config, [f"training.{key}={url}"], 1, H200).findings
             (refused,) = [each for each in found if each.rule == "refused_by_train"]
-            assert refused.key == f"training.{key}" and "AWS_ENDPOINT_URL" in refused.message, refused.message
-            assert ("no answer in time" if listens else "Could not connect") in refused.message, refused.message
+            assert refused.key == f"training.{key}" and endpoint in refused.message, refused.message
+            assert ("no answer in time" if listens else silent) in refused.message, refused.message
             assert capsys.readouterr().err.count(f"waiting for {url}") == 1
-        with pytest.raises(ConfigError, match=r"token files of data: s3://away.*AWS_ENDPOINT_URL"):
-            make_plan(config, [f"data.train.0.path=s3://away-{int(listens)}/data/train"], 1, H200)
-    s3._filesystem.cache_clear()
+        with pytest.raises(ConfigError, match=f"token files of data: {kind}://away.*{endpoint}"):
+            make_plan(config, [f"data.train.0.path={kind}://away-{int(listens)}/data/train"], 1, H200)
+    KINDS[kind].connect.cache_clear()
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
@@ -186,7 +277,7 @@ def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path
     """Data and checkpoints are in the bucket, and the server fails all the while. The checkpoint, copied to a disk, is
     one of the undisturbed run, whose data was on a disk."""
     monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path / "cache"))
-    here = UrlPath(f"s3://{bucket.name}/{tmp_path.name}")
+    here = UrlPath(f"{bucket.url}/{tmp_path.name}")
     for file in corpus.iterdir():
         if file.is_file():
             store_at(here / "corpus").put(file.name, file.read_bytes())
@@ -229,11 +320,11 @@ def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path
     assert on_disk.problems(copy / "step-00000040") == []
 
 
-def test_a_run_is_read_and_exported_by_its_url(bucket: Bucket, tmp_path, monkeypatch, corpus, alone) -> None:
+def test_a_run_is_read_and_exported_by_its_url(servers, tmp_path, monkeypatch, corpus, alone) -> None:
     """The run in the bucket is the undisturbed one. What is exported there and imported again has its weights, and a
     new run begins with them."""
     monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path / "cache"))
-    url, hf = f"s3://{bucket.name}/{tmp_path.name}/run", f"s3://{bucket.name}/{tmp_path.name}/hf"
+    url, hf = (f"{servers('s3').url}/{tmp_path.name}/{name}" for name in ("run", "hf"))
     root, there = UrlPath(url), store_at(UrlPath(url))
     config = (alone / "config.yaml").read_text()
     there.put("config.yaml", config.replace("run_url: null", f"run_url: {url}").encode())
@@ -260,16 +351,17 @@ def test_a_run_is_read_and_exported_by_its_url(bucket: Bucket, tmp_path, monkeyp
     assert [each.name for each in read_runs([here(Path(url))])] == ["run"]
     with pytest.raises(ConfigError, match=r"hf has no config.yaml of a run"):
         here(Path(hf))
-    with pytest.raises(ConfigError, match=r"gs://bucket/run is none of s3://BUCKET/FOLDER"):
-        here(Path("gs://bucket/run"))
+    with pytest.raises(ConfigError, match=r"az://bucket/run is none of s3://BUCKET/FOLDER"):
+        here(Path("az://bucket/run"))
 
 
 def test_a_store_without_rights_is_refused_by_plan_and_start(bucket: Bucket, tmp_path, corpus) -> None:
-    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", training={"run_url": f"s3://{DENIED}/run"})
+    url = f"{bucket.denied}/run"
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", training={"run_url": url})
     (finding,) = [each for each in make_plan(config, [], 1, H200).findings if each.key == "training.run_url"]
-    words = f"training.run_url s3://{DENIED}/run: s3://{DENIED}/run/.probe-"
-    assert finding.level == "error" and words in finding.message and "s3:PutObject" in finding.message
-    folder = RunFolder(tmp_path / "run", f"s3://{DENIED}/run")
+    words, right = f"training.run_url {url}: {url}/.probe-", {"s3": "s3:PutObject", "gs": "Storage Object User"}
+    assert finding.level == "error" and words in finding.message and right[bucket.kind] in finding.message
+    folder = RunFolder(tmp_path / "run", url)
     with pytest.raises(CheckpointError, match=words):
         folder.claim("token")
     folder.release()
@@ -277,18 +369,21 @@ def test_a_store_without_rights_is_refused_by_plan_and_start(bucket: Bucket, tmp
 
 def test_a_url_that_cannot_be_used_is_refused_by_its_key(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    for kind in KINDS:
+        found = rules.findings(load_config("quickstart", [f"training.run_url={kind}://bucket/run"]), True)
+        (lacks,) = [each for each in found if each.rule == "url_installed"]
+        assert lacks.fix.startswith(f"pip install 'sagetrain[{kind}]'")
     (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
     cfg = load_config("quickstart", ["training.run_url=s3://bucket/run", f"training.run_dir={tmp_path}"])
     found = {each.rule: each for each in rules.findings(cfg, True) if each.key == "training.run_url"}
-    assert found["url_installed"].fix.startswith("pip install 'sagetrain[s3]'")
     assert "checkpoints/step-00000007 on a disk" in found["run_url_begins_anew"].message
-    for url in ("gs://bucket/run", "s3://b", "s3://bucket/a/../b", "s3://bucket/a b", "file://a", "/a"):
-        with pytest.raises(ConfigError, match=r"training.run_url.* is none of s3://BUCKET/FOLDER and file:///FOLDER"):
+    for url in ("az://bucket/run", "s3://b", "s3://b_c/a", "s3://bucket/a/../b", "s3://bucket/a b", "file://a", "/a"):
+        with pytest.raises(
+            ConfigError, match=r"training.run_url.* is none of s3://BUCKET/FOLDER, gs://BUCKET/FOLDER and file:///"
+        ):
             load_config("quickstart", [f"training.run_url={url}"])
-    with pytest.raises(
-        ConfigError, match=r"(?s)data.train.0.path.* is none of s3://BUCKET/FOLDER.*write s3://bucket/data"
-    ):
-        load_config("quickstart", ["data.train.0.path=gs://bucket/data/train"])
+    with pytest.raises(ConfigError, match=r"(?s)data.train.0.path.* is none of s3://BUCKET/FOLDER.*mount them"):
+        load_config("quickstart", ["data.train.0.path=az://bucket/data/train"])
     cfg = load_config("quickstart", ["training.init_from=s3://bucket/run", f"training.run_dir={tmp_path}"])
     assert [each.rule for each in rules.findings(cfg, True) if each.key == "training.init_from"] == ["url_installed"]
     own = ["training.init_from=s3://bucket/run/checkpoints/step-00000001", "training.run_url=s3://bucket/run"]

@@ -13,6 +13,7 @@ from sagetrain.config.errors import Finding, Level, many
 from sagetrain.config.rules import prepared
 from sagetrain.config.rules.findings import About, no_effect, samples_off
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig, is_url
+from sagetrain.config.sections.base import PACKAGES
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
@@ -224,9 +225,10 @@ def _run_url(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     for name in ("train", "valid"):
         keys |= {f"data.{name}.{i}.path": each.path for i, each in enumerate(getattr(cfg.data, name))}
     for key, value in keys.items():
-        if value and value.startswith("s3://") and find_spec("s3fs") is None:
-            why, fix = "s3fs is not installed here", f"pip install 'sagetrain[s3]', or do without a URL in {key}"
-            yield About("url_installed", key, value).found(_level(required), why, fix)
+        scheme = value.partition("://")[0] if value else ""
+        if (package := PACKAGES.get(scheme)) and find_spec(package) is None:
+            fix = f"pip install 'sagetrain[{scheme}]', or do without a URL in {key}"
+            yield About("url_installed", key, value).found(_level(required), f"{package} is not installed here", fix)
     if url is None:
         return
     if there := sorted(run_dir.glob("checkpoints/step-*")):

@@ -43,21 +43,18 @@ def _path(text: str) -> str:
 
 LocalPath = Annotated[Name, AfterValidator(_path)]
 """The path of a file or folder."""
-_URL = re.compile(r"(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]|file://)(/[A-Za-z0-9._=+-]+)*/?")
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+"""The package that reaches buckets of each kind. The extra that brings it has the name of the kind."""
+_BUCKET = r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]|gs://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
+_URL = re.compile(rf"({_BUCKET}|file://)(/[A-Za-z0-9._=+-]+)*/?")
 
 
 def _url(text: str) -> str:
     """Return the URL of a folder in a store without a slash at its end. Raises ValueError for other texts."""
     if not _URL.fullmatch(text) or {".", ".."} & {*text.split("/")} or text == "file://":
-        own = "mount them and name the path"
-        if text.startswith("gs://"):
-            own = (
-                f"write s3://{text[5:]} with AWS_ENDPOINT_URL=https://storage.googleapis.com and HMAC keys, for which "
-                "`sagetrain plan` says whether files can be written there, or mount the bucket and name the path"
-            )
         raise ValueError(
-            "is none of s3://BUCKET/FOLDER and file:///FOLDER, with letters, digits and . _ = + - in names. Other "
-            f"stores are not tried: {own}"
+            "is none of s3://BUCKET/FOLDER, gs://BUCKET/FOLDER and file:///FOLDER, with letters, digits and . _ = + - "
+            "in names. Other stores are not tried: mount them and name the path"
         )
     return text.rstrip("/")
 
@@ -85,7 +82,7 @@ def _path_or_url(text: str) -> str:
         return _path(text)
     folder, _, name = text.rpartition("/")
     if not re.fullmatch(r"[A-Za-z0-9._=+*?-]+", name) or not is_url(folder):
-        raise ValueError("is no URL of a token file: write s3://BUCKET/FOLDER/NAME, without .bin and .idx")
+        raise ValueError("is no URL of a token file: write s3://BUCKET/FOLDER/NAME (or gs://), without .bin and .idx")
     return f"{_url(folder)}/{name}"
 
 

@@ -47,7 +47,7 @@ class DataSource(Section):
 
     path: PathOrUrl
     """Path of a token file written by `sagetrain prepare`, without .bin/.idx; or a pattern such as data/train-* for
-    many files, which are read as one. It may be in a bucket: s3://BUCKET/FOLDER/NAME."""
+    many files, which are read as one. It may be in a bucket: s3://BUCKET/FOLDER/NAME, or gs://."""
     weight: PositiveFloat | Literal["proportional"] = 1.0
     """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1. proportional
     (all sources of the list must have it): the source's share of the text, so that all text is read equally often."""

@@ -80,8 +80,8 @@ class TrainingConfig(Section):
     run_dir: LocalPath
     """Folder of everything the run writes: checkpoints, metrics.jsonl, TensorBoard, resolved configuration."""
     run_url: StoreUrl | None = None
-    """Folder in a bucket (s3://BUCKET/FOLDER, extra s3) in which the run keeps its checkpoints, in place of
-    run_dir/checkpoints. file:///FOLDER writes a folder in the same way. Default: none."""
+    """Folder in a bucket (s3://BUCKET/FOLDER, extra s3; gs://BUCKET/FOLDER, extra gs) in which the run keeps its
+    checkpoints, in place of run_dir/checkpoints. file:///FOLDER writes a folder in the same way. Default: none."""
     total_tokens: PositiveInt
     """Tokens to train on."""
     init_from: FolderOrUrl | None = None
