@@ -7,6 +7,8 @@ replaced unless the user asks for it.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +19,8 @@ from typing import Any
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import tokenizer_in
-from sagetrain.corpus.journal import differences, in_words, of_one_whole, recorded_tokenizers
+from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
+from sagetrain.corpus.journal import Journal, differences, in_words, of_one_whole, recorded_tokenizers
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.token_writer import alone_in
 from sagetrain.data.token_file import TokenFile, check_writable, read_provenance, token_path
@@ -39,9 +41,20 @@ class Destination:
 
     @classmethod
     def of(cls, request: Request) -> Destination:
-        """Return the destination of a request. Raises ConfigError if nothing can be written there."""
+        """Return the destination of a request. Raises ConfigError if nothing can be written there, or a file of
+        something else would be replaced."""
         there = cls(Path(request.output), request.division, request.valid_fraction > 0)
         check_writable(there.named)
+        for path in there.outputs.values():
+            foreign = [token_path(path, suffix) for suffix in (".bin", ".mask", ".json")]
+            if token_path(path, ".idx").exists() or Journal(there.train).exists or _is_record(foreign[-1]):
+                continue
+            for file in foreign:
+                if os.path.lexists(file):
+                    raise ConfigError(
+                        f"{file} is no part of a token file, which has an .idx, and would be replaced: choose "
+                        "another output (-o), or move the file away"
+                    )
         return there
 
     @property
@@ -209,3 +222,22 @@ class Destination:
 
     def _part(self, path: Path) -> Path:
         return path.with_name("{}-{:05}-of-{:05}".format(path.name, *self.division)) if self.division else path
+
+
+def _is_record(file: Path) -> bool:
+    """Whether a file is the record of a token file, which a call that was interrupted at its end may have left."""
+    try:
+        return "tokenizer_sha256" in json.loads(file.read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def written_among(files: set[Path]) -> set[Path]:
+    """Return those of some files that `prepare` has written: token files, unfinished ones, and their tokenizers."""
+    stems = {path.with_suffix("") for path in files if path.suffix == ".idx" and path.with_suffix(".bin") in files}
+    stems |= {path.with_suffix("").with_suffix("") for path in files if path.name.endswith(".idx.partial")}
+    folders = {stem.parent for stem in stems}
+    tokenizers = {folder / name for folder in folders for name in (TOKENIZER_NAME, TOKENIZER_JSON, *BESIDE)}
+    endings = (".bin", ".idx", ".mask", ".json", ".tokenizer")
+    names = {Path(f"{stem}{ending}{last}") for stem in stems for ending in endings for last in ("", ".partial")}
+    return files & (names | tokenizers)

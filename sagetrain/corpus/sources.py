@@ -23,6 +23,7 @@ from sagetrain.corpus.archives import matches, members, names_in, wrong_glob
 from sagetrain.corpus.blocks import head, on_disk
 from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
+from sagetrain.corpus.destination import written_among
 from sagetrain.corpus.files import Wanted, contains, is_array, read
 from sagetrain.corpus.kinds import HEAD, PICTURES, Kind, check_head, compression, is_file_name, kind_of
 from sagetrain.corpus.records import Records
@@ -221,6 +222,16 @@ class Corpus:
         files = {path for path in there if path.is_file()}
         others = [path for path in there if path not in files]
         found = sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+        if not glob and (written := written_among(files)):
+            stems = sorted(str(path.with_suffix("")) for path in written if path.suffix == ".idx")
+            found = [path for path in found if path not in written]
+            what = f"{', '.join(stems[:3])}{' ...' if stems[3:] else ''}"
+            if not found:
+                raise ConfigError(
+                    f"{folder} holds what `sagetrain prepare` has written: name a token file, without suffix, in "
+                    f"data.train[].path or in eval --data ({what})"
+                )
+            self.notes.append(f"{folder}: passing over what `sagetrain prepare` has written there ({what})")
         if not found:
             raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}{_links(folder, others)}")
         if links := _links(folder, others):

@@ -96,6 +96,38 @@ def test_a_valid_file_of_other_documents_stays(tmp_path, model):
     assert len(documents(tmp_path / "d" / "valid")) == len(TEXTS) - 200
 
 
+@pytest.mark.parametrize("name", ["train.json", "train.bin", "train.mask", "valid.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_of_something_else_is_not_replaced(tmp_path, model, name, overwrite):
+    """A source may be named like the record of the token file, and the tokens of other programs like its .bin."""
+    (tmp_path / name).write_text('[{"text": "a text"}, {"text": "another text"}]')
+    before = (tmp_path / name).read_bytes()
+    source = tmp_path / name if name.endswith(".json") else write_jsonl(tmp_path / "a.jsonl", ["a text"])
+    options = {"valid_fraction": 0.5} if name.startswith("valid") else {}
+    with pytest.raises(ConfigError, match=f"{tmp_path / name} is no part of a token file, .* and would be replaced"):
+        quiet([str(source)], tmp_path / "train", tokenizer=model, overwrite=overwrite, **options)
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_what_prepare_has_written_into_a_source_is_no_text(tmp_path, model):
+    """The second call has the same inputs as the first one, also if that was interrupted."""
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in/a.jsonl", ["a text"])
+    for unfinished in (False, True):
+        quiet([str(tmp_path / "in")], tmp_path / "in/train", vocab_size=265)
+        if not unfinished:
+            (tmp_path / "in/train.idx").rename(tmp_path / "in/train.idx.partial")
+    said: list[str] = []
+    prepare([str(tmp_path / "in")], tmp_path / "in/train", vocab_size=265, say=said.append)
+    assert said == [f"{tmp_path}/in/train: already prepared from the same inputs"]
+    prepare([str(tmp_path / "in")], tmp_path / "x", tokenizer=model, say=said.append)
+    assert said[1] == f"{tmp_path}/in: passing over what `sagetrain prepare` has written there ({tmp_path}/in/train)"
+    assert len(documents(tmp_path / "x")) == 1
+    (tmp_path / "in/a.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"in holds what .* has written: name a token file, .*in/train\)"):
+        quiet([str(tmp_path / "in")], tmp_path / "y", tokenizer=model)
+
+
 def test_a_split_with_nothing_on_one_side(tmp_path, model):
     path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
     with pytest.raises(ConfigError, match=r"no document with text went into this file.* the source was "):
