@@ -92,8 +92,6 @@ CASES = [
      "experts_tokens_in_int8", "error", "data.micro_batch_size", "256: gives experts 262,144 tokens at a time", "linear.precision fp8"),
     ({"parallel": {"expert_parallel_size": 2}}, 2,
      "no_effect", "warning", "parallel.expert_parallel_size", "2: has no effect with a dense model", "remove it"),
-    ({"model": {"experts": EXPERTS}, "parallel": {"expert_parallel_size": 2, "shard_size": 2}}, 4,
-     "not_proven_with_experts", "error", "parallel.shard_size", "2: was not proven with model.experts", "use null, or a dense"),
     ({"model": {"experts": EXPERTS}, "parallel": {"engine": "deepspeed"}}, 1,
      "not_proven_with_experts", "error", "parallel.engine", '"deepspeed": was not proven with model.experts', "use auto or fsdp, or a dense"),
     ({"model": {"rope_scaling": {**STRETCHED, "low_freq_factor": 4}}}, 1,

@@ -65,11 +65,14 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
         },
     ),
     "TP 2 x context 2, attention recomputed, ZeRO 2": (
-        (2, 2, 1, 1), {"stage": 2, "parallel": OWN, "training": {"activation_checkpointing": "attention"}}
+        (2, 2, 1, 1), {
+            "stage": 2, "parallel": OWN, "training": {"activation_checkpointing": "attention"},
+            "model": {"norms": "sandwich"},
+        },
     ),
-    "experts 2 x context 2, recomputed, ZeRO 1, offload": (
+    "experts 2 x context 2, hybrid 2 x 2, recomputed, ZeRO 1, offload": (
         (1, 2, 1, 2), {
-            "stage": 1, "parallel": {"expert_parallel_size": 2, "offload": "optimizer"},
+            "stage": 1, "parallel": {"expert_parallel_size": 2, "shard_size": 2, "offload": "optimizer"},
             "training": {"activation_checkpointing": "full"},
         },
     ),
@@ -95,7 +98,11 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "experts 2 x PP 2, ZeRO 3": (
         (1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}, "model": BIASED}
     ),
-    "PP 2, ZeRO 2": ((1, 1, 2, 1), {"stage": 2, "parallel": PIPELINE, "model": THREE}),
+    "PP 2 in chunks, ZeRO 2": (
+        (1, 1, 2, 1), {
+            "stage": 2, "parallel": {**PIPELINE, "pipeline_chunks": 2}, "model": {"num_layers": 4, "norms": "post"},
+        },
+    ),
     "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}, "model": THREE}),
 }  # fmt: skip
 
@@ -104,10 +111,10 @@ IN_8_BITS = [
     "TP 2, halves, ZeRO 3",
     "TP 2, halves, recomputed, ZeRO 0",
     "TP 2 x context 2, attention recomputed, ZeRO 2",
-    "experts 2 x context 2, recomputed, ZeRO 1, offload",
+    "experts 2 x context 2, hybrid 2 x 2, recomputed, ZeRO 1, offload",
     "experts 2 x TP 2, halves, ZeRO 2",
     "experts 4 x TP 4, selective, ZeRO 1",
-    "PP 2, ZeRO 2",
+    "PP 2 in chunks, ZeRO 2",
 ]
 """The layouts whose first step is also taken in 8 bits: each axis, and each engine of weights."""
 
@@ -312,7 +319,7 @@ def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
 HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
     "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 3"], {"model": BIASED}),
     "bf16": (
-        ["TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, ZeRO 1, offload"],
+        ["TP 2, halves, ZeRO 3", "experts 2 x context 2, hybrid 2 x 2, recomputed, ZeRO 1, offload"],
         {"dtype": "bf16", "optimizer": {"name": "muon"}},
     ),
     "fp8": (

@@ -19,9 +19,7 @@ _MOST = 1023
 
 PROVEN: dict[str, tuple[object, ...]] = {
     "model.activation": ("swiglu",),
-    "model.norms": ("pre",),
     "model.conventions": ("llama", "gpt_oss"),
-    "parallel.pipeline_chunks": (1,),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
 }
@@ -35,7 +33,6 @@ UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
 """The values that were proven with experts under tensor parallelism. A rank sends its own tokens to experts."""
 
 UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
-    "parallel.shard_size": (None,),
     "evaluation.samples_every_tokens": (None,),
     "evaluation.tasks": ([],),
     "stability.quant_noise.every_steps": (None,),
