@@ -337,7 +337,19 @@ def test_nothing_prepared_is_one_finding(tmp_path) -> None:
     data = {"train": [{"path": f"{tmp_path}/train"}], "valid": [{"path": f"{tmp_path}/valid"}]}
     finding = only(check(run_config(data=data), 1, files=False))
     assert (finding.rule, finding.key, finding.value) == ("data_files", "data.train.0.path", f"{tmp_path}/train")
-    assert finding.message.endswith(f"train.bin and .idx, nor of {tmp_path}/valid, and no {tmp_path}/tokenizer.model")
+    assert finding.message == (
+        f"nothing is prepared: no .bin and .idx of {tmp_path}/train, nor of {tmp_path}/valid, "
+        f"and no {tmp_path}/tokenizer.model"
+    )
+
+
+def test_a_run_saved_or_evaluated_at_its_end_alone_is_told() -> None:
+    sections = {name: {"every_tokens": 4096} for name in ("evaluation", "checkpoint")} | {
+        "data": {"valid": [{"path": "y"}]}
+    }
+    for total, keys in ((4096, ["evaluation.every_tokens", "checkpoint.every_tokens"]), (8192, [])):
+        found = check(run_config(training={"total_tokens": total}, **sections), 1, files=False)
+        assert [finding.key for finding in found if finding.rule == "only_at_the_end"] == keys
 
 
 def test_the_tokenizer_beside_the_data_is_looked_for(tmp_path):

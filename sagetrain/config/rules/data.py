@@ -52,6 +52,7 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
         )
     if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
         yield no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
+    yield from _only_at_the_end(cfg)
     for key in ("tasks_every_tokens", "tasks_limit"):
         value = getattr(cfg.evaluation, key)
         if value is not None and not cfg.evaluation.tasks:
@@ -65,6 +66,21 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
             "is also a training source: its loss will look better than on unseen text",
             "evaluate on data that is not trained on",
         )
+
+
+def _only_at_the_end(cfg: RunConfig) -> Iterator[Finding]:
+    """Find a run that is evaluated or saved at its end alone, as a shorter one by a long run's configuration is."""
+    total = cfg.training.total_tokens
+    evaluated = cfg.evaluation.every_tokens if cfg.data.valid else None
+    for key, every, what in (
+        ("evaluation.every_tokens", evaluated, "the run is evaluated"),
+        ("checkpoint.every_tokens", cfg.checkpoint.every_tokens, "the run is saved"),
+    ):
+        if every is not None and every >= total:
+            yield About("only_at_the_end", key, every).info(
+                f"is not below training.total_tokens = {total}: {what} at its end alone",
+                f"set {key}: null, for a tenth of the run",
+            )
 
 
 def _unexpanded(cfg: RunConfig) -> Iterator[Finding]:
@@ -139,7 +155,7 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
         (key, prefix), *others = sources
         also = others[0][1] if len(others) == 1 else many(len(others), "other source")
         more = f", nor of {also}" if others else ""
-        message = f"nothing is prepared: no {prefix}.bin and .idx{more}, and no {cfg.data.tokenizer_path}"
+        message = f"nothing is prepared: no .bin and .idx of {prefix}{more}, and no {cfg.data.tokenizer_path}"
         yield _missing(required, key, prefix, message, _PREPARE)
         return
     for key, prefix in sources:
