@@ -27,9 +27,9 @@ SLOW = """
 mixture pipeline fsdp faults stores accounting replayed optimizers hosts resume guides linear_precision transformer plan
 families context_parallel engine engine_options loading_memory linear_schedule compare hopper_backward mma_backward
 hopper_forward hopper_int8 spare_hosts keeper chaos parallel checkpoint report replay kinds layouts spike_policies
-monitor copies linear_errors mma_forward packaging sources quant_noise noise_runs lm_eval init_from experts run_parts
+monitor copies watched_steps mma_forward packaging sources quant_noise noise_runs lm_eval init_from experts run_parts
 api architecture in_memory_restarts layer_norms huggingface qk_norm_rope saving first_pass sage_accuracy notebooks
-noise_scale pipeline_plan printed_plan spikes
+noise_scale linear_errors pipeline_plan printed_plan spikes
 """
 
 # Runs would learn from earlier ones on this machine what `auto` has chosen. Tests name a folder if they mean one.
