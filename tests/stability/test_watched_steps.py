@@ -29,7 +29,7 @@ LAYOUTS: dict[int, list[Layout]] = {
     2: [(1, 1, 2, "bf16", "", "full"), (2, 1, 1, "fp32", "eager", "none"), (1, 2, 2, "fp32", "", "none")],
 }
 WATCHES = {"noise", "quant_noise", "quant", "norms"}
-"""How the names of an observer's numbers begin."""
+"""The first words in the names of the observers' numbers."""
 
 
 def every_observer(engine: Engine) -> Observers:
