@@ -77,16 +77,17 @@ def evaluate(
         from sagetrain.inference.requests import EvaluateRequest
 
         request = EvaluateRequest(data or (), num_sequences, stride, text_key)
-        if tasks and (request.whole or num_sequences):
+        names_of_tasks = [] if tasks is None else [*map(str.strip, tasks.split(","))]
+        if names_of_tasks and (request.whole or num_sequences):
             raise ConfigError("--tasks bring text of their own: leave out --data, --stride and --num-sequences")
-        if limit and not tasks:
+        if limit and not names_of_tasks:
             raise ConfigError("--limit is for --tasks: name some, or take --num-sequences for data.valid")
         from sagetrain.interop.looks import load_harness
         from sagetrain.parallel.host import use_cores
 
         use_cores()
         # Tasks are loaded before the model, because they may not exist.
-        asked = load_harness("--tasks").HarnessTasks(tasks.split(","), limit) if tasks else None
+        asked = load_harness("--tasks").HarnessTasks(names_of_tasks, limit) if names_of_tasks else None
         from sagetrain.inference.load import at_context, load_run, with_data
 
         names = {"attention": attention and attention.value, "linear": linear and linear.value}

@@ -75,9 +75,16 @@ def settled_template(given: str, tokenizer: Tokenizer) -> str:
 
 def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
     """Return the token ids of a chat with a single message of the user, up to the beginning of the answer. They include
-    everything that the template writes, such as bos. Raises ConfigError if the template refuses the message."""
+    everything that the template writes, such as bos. Raises ConfigError if the template refuses the message, or does
+    not read it."""
+    asked = Message({"role": "user", "content": message})
     try:
-        text = rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
+        text = rendered(template, [asked], tokenizer.special_tokens, True)
+        if "content" in asked.unread:
+            raise ValueError(
+                "the chat template does not read the message of a user, so that every message would have the same "
+                f"answer; name the Jinja file of a chat template with {spelled('template')}"
+            )
         return _encoded(text, tokenizer)
     except ValueError as error:
         raise ConfigError(f"{spelled('chat')}: {error}") from error

@@ -332,6 +332,15 @@ def test_what_a_chat_holds_in_vain_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_a_template_that_reads_no_message_is_refused(tmp_path: Path) -> None:
+    ours = Tokenizer.load(write_tokenizer(tmp_path / "t"))
+    for template in ("templates/chat.jinja", "{% for m in messages if m.role == 'bot' %}{{ m.content }}{% endfor %}"):
+        with pytest.raises(
+            ConfigError, match=r"--chat: the chat template does not read the message of a user.*--chat-t"
+        ):
+            chat_prompt(template, ours, "hello")
+
+
 def test_what_a_template_looks_up_in_vain_is_said(tmp_path: Path) -> None:
     """A special token that the tokenizer lacks, and a role without a beginning. An `if` without `else` means it."""
     begins = "{{ {'user': '<|user|>', 'assistant': '<|bot|>'}[m.role] }}{{ '!' if m.loud }}{{ m.name or '' }}"

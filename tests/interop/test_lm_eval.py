@@ -246,14 +246,18 @@ def test_a_task_that_no_file_names_is_refused_at_once(monkeypatch: pytest.Monkey
 
 
 def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) -> None:
-    names = f"{tasks['choose']},{tasks['read']}"
+    names = f"{tasks['choose']}, {tasks['read']}"
     result = sagetrain("eval", pair, "--tasks", names, "--limit", 2, "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert 0 <= found["tasks"]["choose"]["acc"] <= 1 and found["tasks"]["read"]["bits_per_byte"] > 0
     table = sagetrain("eval", pair, "--tasks", names, "--limit", 2).stdout
     assert f"{found['tasks']['choose']['acc']:.4f}" in table and "standard error" in table
-    for options, message in ((["--tasks", names, "--stride", 8], "--tasks bring text"), (["--limit", 3], "--limit is")):
+    for options, message in (
+        (["--tasks", names, "--stride", 8], "--tasks bring text"),
+        (["--limit", 3], "--limit is"),
+        (["--tasks", ""], "task : lm_eval has none"),
+    ):
         refused = sagetrain("eval", pair, *options)
         assert refused.returncode == 2 and f"error: {message}" in refused.stderr
 

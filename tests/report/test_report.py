@@ -4,6 +4,7 @@ import html
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,15 @@ def test_a_folder_without_metrics_is_an_error_that_names_it(tmp_path: Path, foun
     with pytest.raises(ConfigError, match=f"{tmp_path} is no run to report on: {said}"):
         write_report([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_file_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "train/loss": 1.0}\n')
+    for name in ("first.html", "first.html", "metrics.jsonl"):
+        with (
+            nullcontext() if name == "first.html" else pytest.raises(ConfigError, match=f"{name} is no page, and would")
+        ):
+            write_report([tmp_path], tmp_path / name)
 
 
 def test_a_configuration_that_is_cut_off_is_a_named_error(tmp_path: Path) -> None:
