@@ -218,7 +218,8 @@ class Corpus:
             there = [*folder.glob(glob or "**/*")]
         except (ValueError, NotImplementedError) as error:
             raise wrong_glob(str(glob), error) from error
-        there = [path for path in there if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+        hidden = {path for path in there if any(part.startswith(".") for part in path.relative_to(folder).parts)}
+        there = [path for path in there if path not in hidden]
         files = {path for path in there if path.is_file()}
         others = [path for path in there if path not in files]
         found = sorted(files, key=lambda path: path.relative_to(folder).as_posix())
@@ -233,7 +234,9 @@ class Corpus:
                 )
             self.notes.append(f"{folder}: passing over what `sagetrain prepare` has written there ({what})")
         if not found:
-            raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}{_links(folder, others)}")
+            passed = next((f" (hidden ones are passed over: {path})" for path in hidden if path.is_file()), "")
+            what = f" that match {glob!r}" if glob else ""
+            raise ConfigError(f"{folder}: no files{what}{passed}{_links(folder, others)}")
         if links := _links(folder, others):
             self.notes.append(f"{folder}{links}")
         if odd := [path for path in others if path.exists() and not path.is_dir()]:

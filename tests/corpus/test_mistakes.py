@@ -233,7 +233,8 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
     (["/dev/null"], {}, "is neither a file nor a folder"),
     (["a.txt"], {"glob": "*.md"}, r"--glob '\*\.md': none of the sources is a folder or an archive"),
     (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
-    (["."], {"glob": "/a*"}, "--glob '/a.': .*; write it relative to the folder"), (["empty"], {}, "empty: no files"),
+    (["."], {"glob": "/a*"}, "--glob '/a.': .*; write it relative to the folder"), (["empty"], {}, "empty: no files$"),
+    (["hidden"], {}, r"hidden: no files \(hidden ones are passed over: hidden/\.git/a\.txt\)"),
     (["a.txt"], {"vocab_size": 500}, "either --tokenizer or --vocab-size"),
     (["a.txt"], {"tokenizer": None}, r"there is no tokenizer\.model in .*give --tokenizer, or --vocab-size"),
     (["a.txt"], {"tokenizer": "a.txt"}, "is not a SentencePiece model"),
@@ -260,6 +261,8 @@ def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "hidden/.git").mkdir(parents=True)
+    (tmp_path / "hidden/.git/a.txt").write_text("some text")
     (tmp_path / "link.txt").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
     arguments = {"tokenizer": model, "output": "out/train", **options}
