@@ -12,12 +12,12 @@ from torch import Tensor
 from . import backends, observe, reference
 from .backends import NAMED, default_recipe
 from .call import RECIPES, BackendName, BackwardCall, Call, Options, RecipeName, Saved, empty_terms
+from .casts import DTYPES
 from .forward import document_bounds_triton
 from .operators import LIBRARY, autocast_dtype, operator
 from .quantize import Codes
 from .refusals import differentiated_once, one_of, refuse_transforms
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NAMED = "sage_attention", "attention_reference"
 
 

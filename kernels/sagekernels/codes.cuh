@@ -19,3 +19,7 @@ DEVICE u32 four_codes(const float *y, float inverse) {
     u32 word = __byte_perm(__byte_perm(z[0], z[1], 0x40), __byte_perm(z[2], z[3], 0x40), 0x5410);
     return inverse < 0.0f ? 0 : word;
 }
+// Convert eight values in 16 bits.
+DEVICE void unpack(const uint4 &x, float *y) {
+    unpack(x.x, y[0], y[1]), unpack(x.y, y[2], y[3]), unpack(x.z, y[4], y[5]), unpack(x.w, y[6], y[7]);
+}

@@ -22,7 +22,7 @@ from .pieces import (
     power_of_two,
     scores_of,
 )
-from .quantize import TILE, in_half_units, quantize_triton, token_mean
+from .quantize import TILE, in_half_units, quantize_triton, token_mean, transpose_codes
 from .sinks import sink_scores
 
 
@@ -208,9 +208,12 @@ def triton_forward(call: Call) -> tuple[Tensor, Saved]:
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     with on_device_of(q):
         k_mean = token_mean(k) if call.smooth_k else None
-        q_codes, _ = quantize_triton(q, per_tile=rules.per_tile)
-        k_codes, _ = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
-        v_codes, v8t = quantize_triton(v, per_tile=True, rows=False, columns=True) if rules.int8_pv else (None, None)
+        q_codes = quantize_triton(q, per_tile=rules.per_tile)
+        k_codes = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
+        v8t = v_scale = None
+        if rules.int8_pv:
+            v_codes, v_scale = quantize_triton(v, per_tile=True)
+            v8t = transpose_codes(v_codes)
         half, v_largest = not rules.int8_pv and half_sums(q.device), None
         if half:
             v, v_largest = in_half_units(v)
@@ -221,7 +224,7 @@ def triton_forward(call: Call) -> tuple[Tensor, Saved]:
         tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _forward_kernel[(blocks * batch * heads,)](
-            *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, v_largest,
+            *q_codes, *k_codes, v, v8t, v_scale, v_largest,
             starts, ends, own, o, lse,
             call.scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks, *v.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), IS_CAUSAL=call.causal, PACKED=call.bounds is not None,

@@ -48,10 +48,6 @@ template <class ORDER> DEVICE void write_turned(const Codes& codes, signed char*
     }
 }
 
-DEVICE void unpack(const uint4& x, float* y) {
-    unpack(x.x, y[0], y[1]), unpack(x.y, y[2], y[3]), unpack(x.z, y[4], y[5]), unpack(x.w, y[6], y[7]);
-}
-
 // dO is [B, N_q, heads, D] with strides in elements. o, codes and scales of Q, and lse [B * heads, n_q] are contiguous.
 // The results are `results`, tile by tile. A pair of a query is the scale of Q times that of the scores and
 // -(lse - log2 s_dO), then s_Q / s_dO and -delta times that (README.md, "The maths"). Each query also gets the unit of

@@ -20,7 +20,6 @@ from .pieces import (
     inverse_scale,
     largest_magnitude,
     load_tokens,
-    power_of_two,
 )
 
 # So many tokens share a scale wherever "tile" is said: rows of P and dS along the keys, columns along the queries, and
@@ -89,10 +88,8 @@ def quantize_twin(x: Tensor, *, mean: Tensor | None = None, per_tile: bool = Fal
 
 @triton.jit
 def _quantize_kernel(
-    X, MEAN, CODES, TRANSPOSED, SCALE,
-    heads, tokens, padded, tiles, stride_b, stride_n, stride_h,
+    X, MEAN, CODES, SCALE, heads, tokens, tiles, stride_b, stride_n, stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr,
-    HAS_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of tokens of one head per program."""
     tile = tl.program_id(0) % tiles
@@ -104,43 +101,26 @@ def _quantize_kernel(
     t = tile * TILE + tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     inside = (t < tokens)[:, None] & (d < HEAD_DIM)[None, :]
-    if HAS_MEAN:
+    if MEAN is not None:
         mean = tl.load(MEAN + bh * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
         x = tl.where(inside, x - mean[None, :], 0.0)
     largest = largest_magnitude(x, PER_TILE)
     codes = as_codes(x * inverse_scale(largest)[:, None])
     tl.store(SCALE + bh * tokens + t, largest / 127.0, mask=t < tokens)
-    if ROWS:
-        tl.store(CODES + bh * tokens * HEAD_DIM + t[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
-    if COLUMNS:
-        pointers = TRANSPOSED + bh * padded * HEAD_DIM + d[:, None] * padded + t[None, :]
-        tl.store(pointers, in_operand_order(tl.trans(codes)), mask=(d < HEAD_DIM)[:, None])
+    tl.store(CODES + bh * tokens * HEAD_DIM + t[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
 
 
-def quantize_triton(
-    x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False, rows: bool = True, columns: bool = False
-) -> tuple[Codes, Tensor | None]:
-    """Compute quantize_twin on a GPU. With `columns` also return the codes transposed, int8 [B, heads, D, tokens padded
-    to TILE], with the tokens in pieces.in_operand_order.
-
-    INT8 matrix instructions want the contracted dimension contiguous, so the backward reads Q, K and dO transposed too.
-    `rows=False` leaves the plain codes out (an empty tensor).
-    """
+def quantize_triton(x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False) -> Codes:
+    """Compute quantize_twin on a GPU."""
     batch, n, heads, head_dim = x.shape
     if x.stride(3) != 1:
         x = x.contiguous()
-    tiles = tiles_of(n)
-    codes = torch.empty((batch, heads, n, head_dim) if rows else (0,), dtype=torch.int8, device=x.device)
-    scale = torch.empty((batch, heads, n), dtype=torch.float32, device=x.device)
-    shape = (batch, heads, head_dim, tiles * TILE)
-    transposed = torch.empty(shape, dtype=torch.int8, device=x.device) if columns else None
+    tiles, made = tiles_of(n), Codes.empty_for(x)
     _quantize_kernel[(tiles * batch * heads,)](
-        x, mean, codes, transposed, scale,
-        heads, n, tiles * TILE, tiles, *x.stride()[:3],
-        HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, PER_TILE=per_tile,
-        HAS_MEAN=mean is not None, ROWS=rows, COLUMNS=columns, num_warps=4,
+        x, mean, *made, heads, n, tiles, *x.stride()[:3],
+        HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, PER_TILE=per_tile, num_warps=4,
     )  # fmt: skip
-    return Codes(codes, scale), transposed
+    return made
 
 
 @triton.jit
@@ -159,7 +139,8 @@ def _transpose_kernel(
 
 
 def transpose_codes(codes: Tensor) -> Tensor:
-    """Transpose int8 [B, heads, N, D] to [B, heads, D, N padded to TILE], with zeros in the padding."""
+    """Transpose int8 [B, heads, N, D] to [B, heads, D, N padded to TILE], with zeros in the padding and the tokens in
+    pieces.in_operand_order. INT8 matrix instructions want the dimension that is summed over to be contiguous."""
     batch, heads, n, head_dim = codes.shape
     tiles = tiles_of(n)
     out = torch.empty((batch, heads, head_dim, tiles * TILE), dtype=torch.int8, device=codes.device)
@@ -191,48 +172,15 @@ def dequantize_triton(codes: Codes) -> Tensor:
     return out
 
 
-@triton.jit
-def _largest_kernel(
-    X, LARGEST, heads, tokens, tiles, stride_b, stride_n, stride_h,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Find the largest finite magnitude of each tile of each head."""
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    x = X + (bh // heads) * stride_b + (bh % heads) * stride_h
-    x = tl.abs(load_tokens(x, tile * TILE, tokens, stride_n, TILE, HEAD_DIM, BLOCK_D, True).to(tl.float32))
-    tl.store(LARGEST + tl.program_id(0), tl.max(tl.max(tl.where(x < float("inf"), x, 0.0), 1), 0))
-
-
-@triton.jit
-def _half_units_kernel(
-    X, LARGEST, OUT, heads, tokens, tiles, stride_b, stride_n, stride_h,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    x = X + (bh // heads) * stride_b + (bh % heads) * stride_h
-    x = load_tokens(x, tile * TILE, tokens, stride_n, TILE, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    up, _ = power_of_two(tl.load(LARGEST + bh), V_BITS)
-    t, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    pointers = OUT + bh * tokens * HEAD_DIM + t[:, None] * HEAD_DIM + d[None, :]
-    tl.store(pointers, (x * up).to(tl.float16), mask=(t < tokens)[:, None] & (d < HEAD_DIM)[None, :])
-
-
 def in_half_units(v: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply v [B, N, heads, D] by powers of two so that its products may be added up in float16 (pieces.V_BITS).
 
     Return float16 [B, N, heads, D], and the largest finite magnitude of each head of v, float32 [B, heads]. The
-    magnitude determines the power of a head (pieces.power_of_two).
+    magnitude determines the power of a head (pieces.power_of_two, which this function computes in torch).
     """
-    batch, n, heads, head_dim = v.shape
-    tiles = tiles_of(n)
-    largest = torch.empty((batch, heads, tiles), dtype=torch.float32, device=v.device)
-    out = torch.empty((batch, heads, n, head_dim), dtype=torch.float16, device=v.device)
-    sizes = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "TILE": TILE}
-    _largest_kernel[(tiles * batch * heads,)](v, largest, heads, n, tiles, *v.stride()[:3], **sizes, num_warps=4)
-    largest = largest.amax(-1)
-    _half_units_kernel[(tiles * batch * heads,)](
-        v, largest, out, heads, n, tiles, *v.stride()[:3], **sizes, num_warps=4
-    )
-    return out.transpose(1, 2), largest
+    finite = v.nan_to_num(0.0, 0.0, 0.0)
+    largest = torch.maximum(finite.amax((1, 3)), -finite.amin((1, 3))).abs().float()
+    exponent = largest.view(torch.int32) >> 23
+    up = torch.where(exponent == 0, 127, (253 + V_BITS.value - exponent).clamp(1, 253))
+    halves = torch.empty(v.shape, dtype=torch.float16, device=v.device)
+    return torch.mul(v, (up << 23).view(torch.float32)[:, None, :, None], out=halves), largest

@@ -23,10 +23,6 @@ struct Shared {
     int item;
 };
 
-DEVICE void unpack(const uint4 &x, float *y) {
-    unpack(x.x, y[0], y[1]), unpack(x.y, y[2], y[3]), unpack(x.z, y[4], y[5]), unpack(x.w, y[6], y[7]);
-}
-
 // Return the sum over `rows` of shared.part.
 DEVICE float total(const Shared &shared, int rows) {
     float sum = 0.0f;
