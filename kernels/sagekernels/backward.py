@@ -108,44 +108,6 @@ def _queries_kernel(
 
 
 @triton.jit
-def _accumulate_dq(
-    dq, q8, q_scale, do, lse, delta, rows, starts, ends, lo, hi,
-    K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Add the key tiles from lo to hi to dq (in units of 1 / scale)."""
-    for n in tl.range(lo, hi, BLOCK_N):
-        n = tl.multiple_of(n, BLOCK_N)
-        k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-        k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
-        s = scores_of(q8, tl.trans(k8), k_scale[None, :])
-        s = s * q_scale[:, None]
-        p = tl.exp2(s - lse[:, None])
-        if MASKED:
-            columns = n + tl.arange(0, BLOCK_N)
-            seen = (columns < n_k)[None, :]
-            if IS_CAUSAL:
-                seen = seen & (columns[None, :] <= rows[:, None] + offset)
-            if PACKED:
-                seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
-            p = tl.where(seen, p, 0.0)
-        v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-        ds = p * (dot16(do, tl.trans(v), HALF_SUMS=HALF_SUMS) - delta[:, None])
-        if INT8_GRADIENTS:
-            ds = ds * k_scale[None, :]
-            ds_scale, inverse = scale_and_inverse(largest_magnitude(ds, PER_TILE))
-            ds8 = as_codes(ds * inverse[:, None])
-            k8t = load_transposed(K8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
-            dq += as_float(tl.dot(in_operand_order(ds8), tl.trans(k8t))) * ds_scale[:, None]
-        else:
-            k16 = load_tokens(K16, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-            dq = dot16(ds.to(tl.bfloat16), k16, dq)
-    return dq
-
-
-@triton.jit
 def _dq_kernel(
     Q8, Q_SCALE, K8, K8T, K16, K_SCALE, K_MEAN, V, DO, LSE, DELTA, BACK, LARGEST_V, STARTS, ENDS, SINK_TERMS, DQ,
     scale, heads, group, n_q, n_k, padded_k, tiles, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
@@ -185,11 +147,32 @@ def _dq_kernel(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.static_range(0 if PACKED else 1, 3):
-        dq = _accumulate_dq(
-            dq, q8, q_scale, do, lse, delta, rows, starts, ends, bounds[part], bounds[part + 1],
-            K8, K8T, K16, K_SCALE, V, n_k, padded_k, offset, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, part != 1, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
-        )  # fmt: skip
+        for n in tl.range(bounds[part], bounds[part + 1], BLOCK_N):  # The middle range needs no mask.
+            n = tl.multiple_of(n, BLOCK_N)
+            k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, part != 1)
+            k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, part != 1)
+            s = scores_of(q8, tl.trans(k8), k_scale[None, :])
+            s = s * q_scale[:, None]
+            p = tl.exp2(s - lse[:, None])
+            if part != 1:
+                columns = n + tl.arange(0, BLOCK_N)
+                seen = (columns < n_k)[None, :]
+                if IS_CAUSAL:
+                    seen = seen & (columns[None, :] <= rows[:, None] + offset)
+                if PACKED:
+                    seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
+                p = tl.where(seen, p, 0.0)
+            v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, part != 1)
+            ds = p * (dot16(do, tl.trans(v), HALF_SUMS=HALF_SUMS) - delta[:, None])
+            if INT8_GRADIENTS:
+                ds = ds * k_scale[None, :]
+                ds_scale, inverse = scale_and_inverse(largest_magnitude(ds, PER_TILE))
+                ds8 = as_codes(ds * inverse[:, None])
+                k8t = load_transposed(K8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
+                dq += as_float(tl.dot(in_operand_order(ds8), tl.trans(k8t))) * ds_scale[:, None]
+            else:
+                k16 = load_tokens(K16, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, part != 1)
+                dq = dot16(ds.to(tl.bfloat16), k16, dq)
     if HALF_SUMS:
         _, back_from_v = power_of_two(tl.load(LARGEST_V + bh_kv), V_BITS)
         dq = dq * back_from_v * load_vector(BACK + bh * n_q, first, n_q, 0.0, BLOCK_M, True)[:, None]

@@ -22,65 +22,6 @@ from .pieces import (
 
 
 @triton.jit
-def _accumulate_dkdv(
-    dk, dv, k8, k_scale, v, keys, starts, ends, lo, hi,
-    Q8, Q8T, Q16, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN, n_q, padded_q, offset, stride_dn,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
-    for i in tl.range(lo, hi, BLOCK_M):
-        i = tl.multiple_of(i, BLOCK_M)
-        # SHIFTED is loaded here, where registers are free, because Triton does not copy it ahead.
-        if INT8_GRADIENTS and not PER_TILE:
-            d = tl.arange(0, BLOCK_D)
-            shifted = tl.load(SHIFTED + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-        q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-        step, shift, _, _ = load_quads(QUERIES, i, n_q, BLOCK_M, MASKED)
-        st = scores_of(k8, tl.trans(q8), k_scale[:, None])
-        st = st * step[None, :]
-        pt = tl.exp2(st - shift[None, :])
-        if MASKED:
-            rows = i + tl.arange(0, BLOCK_M)
-            seen = (rows < n_q)[None, :]
-            if IS_CAUSAL:
-                seen = seen & (keys[:, None] <= rows[None, :] + offset)
-            if PACKED:
-                seen = seen & (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
-            pt = tl.where(seen, pt, 0.0)
-        if INT8_GRADIENTS:
-            p_scale, inverse = scale_and_inverse(largest_magnitude(pt, PER_TILE))
-            do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-            if PER_TILE:
-                p8 = as_codes(pt * inverse[:, None])
-                dv += as_float(tl.dot(in_operand_order(p8), tl.trans(do8t))) * p_scale[:, None]
-            else:  # SHIFTED makes floats of the product and adds the part that the shift of the codes by 127 took away.
-                p8 = as_shifted_codes(pt * (2.0 * inverse)[:, None])
-                product = (tl.dot(in_operand_order(p8), tl.trans(do8t)) + MAGIC_BITS).to(tl.float32, bitcast=True)
-                dv += (product + shifted[None, :]) * (0.5 * p_scale)[:, None]
-        do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-        dpt = dot16(v, tl.trans(do), HALF_SUMS=HALF_SUMS)
-        # The same matrix is read under another name. If all four vectors were loaded at once, they would stay in
-        # registers until here.
-        _, _, factor, share = load_quads(QUERIES_AGAIN, i, n_q, BLOCK_M, MASKED)
-        if INT8_GRADIENTS:
-            dst = pt * (dpt * factor[None, :] - share[None, :])
-        else:
-            dv = dot16(pt.to(DO.dtype.element_ty), do, dv)
-            dst = pt * (dpt - share[None, :])
-        if INT8_GRADIENTS:
-            ds_scale, inverse = scale_and_inverse(largest_magnitude(dst, PER_TILE))
-            ds8 = as_codes(dst * inverse[:, None])
-            q8t = load_transposed(Q8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-            dk += as_float(tl.dot(in_operand_order(ds8), tl.trans(q8t))) * ds_scale[:, None]
-        else:
-            q16 = load_tokens(Q16, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-            dk = dot16(dst.to(tl.bfloat16), q16, dk)
-    return dk, dv
-
-
-@triton.jit
 def dkdv_kernel(
     Q8, Q8T, Q16, K8, K_SCALE, V, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN, STARTS, ENDS, DK, DV,
     scale, kv_heads, group, n_q, n_k, padded_q, tiles,
@@ -141,13 +82,57 @@ def dkdv_kernel(
                 shifted_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
         else:
             q16_base += bh * n_q * HEAD_DIM
+        queries, queries_again = QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4
         for part in tl.static_range(0 if IS_CAUSAL or PACKED else 1, 3):
-            dk, dv = _accumulate_dkdv(
-                dk, dv, k8, k_scale, v, keys, starts, ends, bounds[part], bounds[part + 1],
-                q_base, qt_base, q16_base, do_base, dot_base, shifted_base,
-                QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, n_q, padded_q, offset, stride_dn,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, part != 1, PER_TILE, INT8_GRADIENTS, HALF_SUMS,
-            )  # fmt: skip
+            for i in tl.range(bounds[part], bounds[part + 1], BLOCK_M):  # The middle range needs no mask.
+                i = tl.multiple_of(i, BLOCK_M)
+                # SHIFTED is loaded here, where registers are free, because Triton does not copy it ahead.
+                if INT8_GRADIENTS and not PER_TILE:
+                    shifted = tl.load(shifted_base + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+                q8 = load_tokens(q_base, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, part != 1)
+                step, shift, _, _ = load_quads(queries, i, n_q, BLOCK_M, part != 1)
+                st = scores_of(k8, tl.trans(q8), k_scale[:, None])
+                st = st * step[None, :]
+                pt = tl.exp2(st - shift[None, :])
+                if part != 1:
+                    rows = i + tl.arange(0, BLOCK_M)
+                    seen = (rows < n_q)[None, :]
+                    if IS_CAUSAL:
+                        seen = seen & (keys[:, None] <= rows[None, :] + offset)
+                    if PACKED:
+                        seen = seen & (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
+                    pt = tl.where(seen, pt, 0.0)
+                if INT8_GRADIENTS:
+                    p_scale, inverse = scale_and_inverse(largest_magnitude(pt, PER_TILE))
+                    do8t = load_transposed(dot_base, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+                    if PER_TILE:
+                        p8 = as_codes(pt * inverse[:, None])
+                        dv += as_float(tl.dot(in_operand_order(p8), tl.trans(do8t))) * p_scale[:, None]
+                    else:
+                        # SHIFTED makes floats of the product and adds the part that the shift of the codes by 127 took
+                        # away.
+                        p8 = as_shifted_codes(pt * (2.0 * inverse)[:, None])
+                        product = tl.dot(in_operand_order(p8), tl.trans(do8t)) + MAGIC_BITS
+                        product = product.to(tl.float32, bitcast=True) + shifted[None, :]
+                        dv += product * (0.5 * p_scale)[:, None]
+                do = load_tokens(do_base, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, part != 1)
+                dpt = dot16(v, tl.trans(do), HALF_SUMS=HALF_SUMS)
+                # The same matrix is read under another name. If all four vectors were loaded at once, they would stay
+                # in registers until here.
+                _, _, factor, share = load_quads(queries_again, i, n_q, BLOCK_M, part != 1)
+                if INT8_GRADIENTS:
+                    dst = pt * (dpt * factor[None, :] - share[None, :])
+                else:
+                    dv = dot16(pt.to(DO.dtype.element_ty), do, dv)
+                    dst = pt * (dpt - share[None, :])
+                if INT8_GRADIENTS:
+                    ds_scale, inverse = scale_and_inverse(largest_magnitude(dst, PER_TILE))
+                    ds8 = as_codes(dst * inverse[:, None])
+                    q8t = load_transposed(qt_base, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+                    dk += as_float(tl.dot(in_operand_order(ds8), tl.trans(q8t))) * ds_scale[:, None]
+                else:
+                    q16 = load_tokens(q16_base, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, part != 1)
+                    dk = dot16(dst.to(tl.bfloat16), q16, dk)
 
     stride = kv_heads * HEAD_DIM
     out = (batch * n_k * kv_heads + kv_head) * HEAD_DIM + keys.to(tl.int64)[:, None] * stride + d[None, :]

@@ -258,28 +258,21 @@ def _round_both_kernel(
     tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
-def largest_triton(x: Tensor) -> Tensor:
-    """Compute largest_twin on a GPU."""
-    rows, columns = x.shape
-    largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-    across, down = ceil_div(columns, LARGEST["COLUMNS"]), ceil_div(rows, LARGEST["ROWS"] * LARGEST_STEPS)
-    with on_device_of(x):
-        _largest_kernel[(across * down,)](
-            x, largest, rows, columns, x.stride(0), across,
-            STEPS=LARGEST_STEPS, NARROW=x.dtype == torch.bfloat16, **LARGEST,
-        )  # fmt: skip
-    return largest
-
-
 def quantize_both_triton(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> tuple[Rounded, Rounded]:
     """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
     arbitrary."""
     if x.stride(1) != 1:
         x = x.contiguous()
     (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number)
-    largest = largest_triton(x) if largest is None else largest
     padded = turned.shape[1]
     with on_device_of(x):
+        if largest is None:
+            largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
+            across, down = ceil_div(columns, LARGEST["COLUMNS"]), ceil_div(rows, LARGEST["ROWS"] * LARGEST_STEPS)
+            _largest_kernel[(across * down,)](
+                x, largest, rows, columns, x.stride(0), across,
+                STEPS=LARGEST_STEPS, NARROW=x.dtype == torch.bfloat16, **LARGEST,
+            )  # fmt: skip
         across, down = ceil_div(columns, ROUND["COLUMNS"]), ceil_div(padded, ROUND["ROWS"])
         _round_both_kernel[(across * down,)](
             x, largest, codes, scale, turned, turned_scale,

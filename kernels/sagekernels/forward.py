@@ -87,57 +87,6 @@ def ranges_of_keys(
 
 
 @triton.jit
-def _attend(
-    acc, l, m, q8, q_scale, rows, starts, ends, lo, hi, K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, INT8_PV: tl.constexpr, HALF_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Run the online softmax over the key tiles from lo to hi. Scores are in units of log 2; q_scale holds scale *
-    log2(e)."""
-    for n in tl.range(lo, hi, BLOCK_N):
-        n = tl.multiple_of(n, BLOCK_N)
-        k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-        k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
-        s = scores_of(q8, tl.trans(k8), k_scale[None, :])
-        factor = q_scale[:, None]  # This saves a multiplication: the row's scale goes into the exponential's factor.
-        if MASKED:
-            columns = n + tl.arange(0, BLOCK_N)
-            seen = (columns < n_k)[None, :]
-            if IS_CAUSAL:
-                seen = seen & (columns[None, :] <= rows[:, None] + offset)
-            if PACKED:
-                seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
-            s = tl.where(seen, s, float("-inf"))
-        tile_m = tl.max(s, 1) * q_scale
-        new_m = tl.maximum(m, tile_m)
-        if MASKED:  # A row may have seen no key yet.
-            finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-            finite_tile_m = tl.where(tile_m == float("-inf"), 0.0, tile_m)
-        else:
-            finite_m = new_m
-            finite_tile_m = tile_m
-        alpha = tl.exp2(m - finite_m)
-        if INT8_PV:
-            p = tl.exp2(s * factor - finite_tile_m[:, None])
-            beta = tl.exp2(tile_m - finite_m)
-            v8t = load_transposed(V8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
-            product = as_float(tl.dot(in_operand_order(as_codes(p * 127.0)), tl.trans(v8t)))
-            acc = acc * alpha[:, None] + product * (beta * (tl.load(V_SCALE + n) / 127.0))[:, None]
-            l = l * alpha + tl.sum(p, 1) * beta
-        else:
-            p = tl.exp2(s * factor - finite_m[:, None])
-            v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-            acc = acc * alpha[:, None]
-            if HALF_SUMS:  # Sums are in float16 inside a tile and in float32 between tiles.
-                acc += dot16(p.to(tl.float16), v, HALF_SUMS=True)
-            else:
-                acc = dot16(p.to(V.dtype.element_ty), v, acc)
-            l = l * alpha + tl.sum(p, 1)
-        m = new_m
-    return acc, l, m
-
-
-@triton.jit
 def _forward_kernel(
     Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, LARGEST_V, STARTS, ENDS, SINK_SCORES, O, LSE,
     scale, heads, group, n_q, n_k, padded_k, tiles, stride_vb, stride_vn, stride_vh,
@@ -175,11 +124,49 @@ def _forward_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for part in tl.static_range(0 if PACKED else 1, 3):
-        acc, l, m = _attend(
-            acc, l, m, q8, q_scale, rows, starts, ends, bounds[part], bounds[part + 1],
-            K8, K_SCALE, V, V8T, V_SCALE, n_k, padded_k, offset, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, part != 1, INT8_PV, HALF_SUMS,
-        )  # fmt: skip
+        # The online softmax over a range of key tiles, of which the middle one needs no mask. Scores are in units of
+        # log 2, by q_scale.
+        for n in tl.range(bounds[part], bounds[part + 1], BLOCK_N):
+            n = tl.multiple_of(n, BLOCK_N)
+            k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, part != 1)
+            k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, part != 1)
+            s = scores_of(q8, tl.trans(k8), k_scale[None, :])
+            # This saves a multiplication: the row's scale goes into the exponential's factor.
+            factor = q_scale[:, None]
+            if part != 1:
+                columns = n + tl.arange(0, BLOCK_N)
+                seen = (columns < n_k)[None, :]
+                if IS_CAUSAL:
+                    seen = seen & (columns[None, :] <= rows[:, None] + offset)
+                if PACKED:
+                    seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
+                s = tl.where(seen, s, float("-inf"))
+            tile_m = tl.max(s, 1) * q_scale
+            new_m = tl.maximum(m, tile_m)
+            if part != 1:  # A row may have seen no key yet.
+                finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+                finite_tile_m = tl.where(tile_m == float("-inf"), 0.0, tile_m)
+            else:
+                finite_m = new_m
+                finite_tile_m = tile_m
+            alpha = tl.exp2(m - finite_m)
+            if INT8_PV:
+                p = tl.exp2(s * factor - finite_tile_m[:, None])
+                beta = tl.exp2(tile_m - finite_m)
+                v8t = load_transposed(V8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
+                product = as_float(tl.dot(in_operand_order(as_codes(p * 127.0)), tl.trans(v8t)))
+                acc = acc * alpha[:, None] + product * (beta * (tl.load(V_SCALE + n) / 127.0))[:, None]
+                l = l * alpha + tl.sum(p, 1) * beta
+            else:
+                p = tl.exp2(s * factor - finite_m[:, None])
+                v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, part != 1)
+                acc = acc * alpha[:, None]
+                if HALF_SUMS:  # Sums are in float16 inside a tile and in float32 between tiles.
+                    acc += dot16(p.to(tl.float16), v, HALF_SUMS=True)
+                else:
+                    acc = dot16(p.to(V.dtype.element_ty), v, acc)
+                l = l * alpha + tl.sum(p, 1)
+            m = new_m
 
     lse = (m + tl.log2(l)) * LN2
     if SINK_SCORES is not None:

@@ -216,21 +216,13 @@ def plan_rows_triton(choices: Tensor, experts: int, room: int) -> Rows:
         ends = load.cumsum(0, dtype=torch.int32)
         if tokens:
             _place_kernel[(blocks,)](choices, counts, load, ends, slot, choice, tokens, experts, room, **how)
-        within = ends.clamp(max=room)
-        tiles, first = tiles_triton(within, room)
+        within, most = ends.clamp(max=room), most_tiles(room, experts)
+        tiles = torch.empty(most, 4, dtype=torch.int32, device=device)
+        first = torch.empty(experts + 1, dtype=torch.int32, device=device)
+        _tiles_kernel[(experts + 1,)](
+            within, tiles, first, experts, room, most, PADDED=how["PADDED"], TILE=TILE, TABLE=32, num_warps=1
+        )
     return Rows(choice, slot, within, load, tiles, first, ends[-1] > room)
-
-
-def tiles_triton(ends: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Compute tiles_twin on a GPU."""
-    experts, most = len(ends), most_tiles(room, len(ends))
-    tiles = torch.empty(most, 4, dtype=torch.int32, device=ends.device)
-    first = torch.empty(experts + 1, dtype=torch.int32, device=ends.device)
-    padded = triton.next_power_of_2(experts)
-    _tiles_kernel[(experts + 1,)](
-        ends, tiles, first, experts, room, most, PADDED=padded, TILE=TILE, TABLE=32, num_warps=1
-    )
-    return tiles, first
 
 
 @triton.jit

@@ -179,21 +179,6 @@ def _gradients_of_heads(
 
 
 @triton.jit
-def _copy_heads(
-    GRAD, OUT, start, tokens, grad_stride, grad_head_stride, out_stride,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    half = tl.arange(0, BLOCK_HALF)
-    for token in range(start, tl.minimum(start + TOKENS, tokens)):
-        for first in range(0, HEADS, BLOCK_HEADS):
-            head = first + tl.arange(0, BLOCK_HEADS)
-            of_a, of_b, inside = _halves(GRAD + token * grad_stride, head, half, HEADS, HALF, grad_head_stride)
-            out_a, out_b, _ = _halves(OUT + token * out_stride, head, half, HEADS, HALF, 2 * HALF)
-            tl.store(out_a, tl.load(of_a, mask=inside), mask=inside)
-            tl.store(out_b, tl.load(of_b, mask=inside), mask=inside)
-
-
-@triton.jit
 def _qk_norm_rope_gradients_kernel(
     OF_Q, OF_K, OF_V, Q, K, Q_GAIN, K_GAIN, COS, SIN, OUT, PARTIAL, tokens,
     of_q_stride, of_q_head, of_k_stride, of_k_head, of_v_stride, of_v_head, q_stride, k_stride, eps,
@@ -215,9 +200,14 @@ def _qk_norm_rope_gradients_kernel(
         eps, K_HEADS, HALF, BLOCK_HALF, BLOCK_K, TOKENS,
     )  # fmt: skip
     OUT += K_HEADS * 2 * HALF
-    _copy_heads(
-        OF_V, OUT, start, tokens, of_v_stride, of_v_head, out_stride, K_HEADS, HALF, BLOCK_HALF, BLOCK_K, TOKENS
-    )
+    half = tl.arange(0, BLOCK_HALF)
+    for token in range(start, tl.minimum(start + TOKENS, tokens)):
+        for first in range(0, K_HEADS, BLOCK_K):
+            head = first + tl.arange(0, BLOCK_K)
+            of_a, of_b, inside = _halves(OF_V + token * of_v_stride, head, half, K_HEADS, HALF, of_v_head)
+            out_a, out_b, _ = _halves(OUT + token * out_stride, head, half, K_HEADS, HALF, 2 * HALF)
+            tl.store(out_a, tl.load(of_a, mask=inside), mask=inside)
+            tl.store(out_b, tl.load(of_b, mask=inside), mask=inside)
 
 
 @triton.jit
