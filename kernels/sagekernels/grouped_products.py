@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .casts import DTYPES, INT8
 from .grouped import TILE
-from .int8_matmul import TILES, ProductTile, codes_family, load_codes, operands, place_of
+from .int8_matmul import TILES, ProductTile, codes_family, codes_kernel, load_codes, operands, place_of
 from .launch import capability, ceil_div, on_device_of
 from .operators import by_device, operator
 from .pieces import INTERPRETED
@@ -100,33 +100,6 @@ def _codes_product_kernel(
     scaled = total.to(tl.float32) * of_a[:, None] * of_b[None, :]
     out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out, scaled.to(OUT.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
-
-
-@triton.jit
-def _codes_weight_product_kernel(
-    A, A_SCALE, B, B_SCALE, OUT, FIRST, a_rows, b_rows, padded,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    DESCRIBED: tl.constexpr, INT: tl.constexpr,
-):  # fmt: skip
-    """Multiply transposed codes over the columns of one expert. Zeros fill its last tile, so an expert without rows
-    gets zeros."""
-    SUM: tl.constexpr = tl.int32 if INT else tl.float32
-    down, across = tl.cdiv(a_rows, BLOCK_M), tl.cdiv(b_rows, BLOCK_N)
-    expert = tl.program_id(0) // (down * across)
-    below, right = _place(across, down, GROUP)
-    top, left = below * BLOCK_M, right * BLOCK_N
-    begin, end = tl.load(FIRST + expert) * TILE, tl.load(FIRST + expert + 1) * TILE
-    total = tl.zeros([BLOCK_M, BLOCK_N], SUM)
-    for at in tl.range(begin, end, BLOCK_K):
-        a = load_codes(A, top, at, a_rows, padded, BLOCK_M, BLOCK_K, DESCRIBED, INT)
-        b = load_codes(B, left, at, b_rows, padded, BLOCK_N, BLOCK_K, DESCRIBED, INT)
-        total = tl.dot(a, b.T, total, out_dtype=SUM)
-    row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
-    of_a = tl.load(A_SCALE + expert * a_rows + row, mask=row < a_rows, other=0.0)
-    of_b = tl.load(B_SCALE + expert * b_rows + column, mask=column < b_rows, other=0.0)
-    scaled = total.to(tl.float32) * of_a[:, None] * of_b[None, :]
-    out = OUT + (expert.to(tl.int64) * a_rows + row)[:, None] * b_rows + column[None, :]
-    tl.store(out, scaled.to(OUT.dtype.element_ty), mask=(row < a_rows)[:, None] & (column < b_rows)[None, :])
 
 
 @triton.jit
@@ -235,7 +208,7 @@ def grouped_codes_weight_product_triton(
     tile, described = TILES[family], family == "sm_90"
     one, other = operands(a, b, tile, described)
     with on_device_of(a):
-        _codes_weight_product_kernel[(experts * ceil_div(outputs, tile.block_m) * ceil_div(inputs, tile.block_n),)](
+        codes_kernel[(experts * ceil_div(outputs, tile.block_m) * ceil_div(inputs, tile.block_n),)](
             one, a_scale, other, b_scale, out, first, outputs, inputs, a.shape[1],
             TILE=TILE, DESCRIBED=described, INT=a.dtype == INT8, **tile.launch,
         )  # fmt: skip

@@ -68,7 +68,7 @@ def place_of(tile, across, down, GROUP: tl.constexpr):
 
 @triton.jit
 def load_codes(
-    X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr, INT: tl.constexpr = True
+    X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr, INT: tl.constexpr
 ):
     """Load codes [ROWS, INNER] from a row and a column on, with 0 outside the matrix."""
     if DESCRIBED:
@@ -84,21 +84,36 @@ def load_codes(
 
 
 @triton.jit
-def _int8_product_kernel(
-    A, A_SCALE, B, B_SCALE, OUT, rows, columns, inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+def codes_kernel(
+    A, A_SCALE, B, B_SCALE, OUT, FIRST, rows, columns, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    DESCRIBED: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of results per program. A and B are pointers or, with DESCRIBED, descriptors of copies by the
-    copy engine."""
+    copy engine.
+
+    FIRST: there is a result for each expert, of the columns of its tiles (grouped.Rows.first). Zeros fill the last one,
+    so an expert without rows gets zeros.
+    """
+    SUM: tl.constexpr = tl.int32 if INT else tl.float32
     across, down = tl.cdiv(columns, BLOCK_N), tl.cdiv(rows, BLOCK_M)
-    below, right = place_of(tl.program_id(0), across, down, GROUP)
+    tile = tl.program_id(0)
+    begin = 0
+    end = inner
+    if FIRST is not None:
+        expert = tile // (down * across)
+        tile = tile % (down * across)
+        begin, end = tl.load(FIRST + expert) * TILE, tl.load(FIRST + expert + 1) * TILE
+        A_SCALE += expert * rows
+        B_SCALE += expert * columns
+        OUT += expert.to(tl.int64) * rows * columns
+    below, right = place_of(tile, across, down, GROUP)
     top, left = below * BLOCK_M, right * BLOCK_N
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for at in tl.range(0, inner, BLOCK_K):
-        a = load_codes(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED)
-        b = load_codes(B, left, at, columns, inner, BLOCK_N, BLOCK_K, DESCRIBED)
-        total = tl.dot(a, b.T, total, out_dtype=tl.int32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    for at in tl.range(begin, end, BLOCK_K):
+        a = load_codes(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED, INT)
+        b = load_codes(B, left, at, columns, inner, BLOCK_N, BLOCK_K, DESCRIBED, INT)
+        total = tl.dot(a, b.T, total, out_dtype=SUM)
     row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     of_a = tl.load(A_SCALE + row, mask=row < rows, other=0.0)
     of_b = tl.load(B_SCALE + column, mask=column < columns, other=0.0)
@@ -123,9 +138,10 @@ def int8_product_triton(
     first, second = operands(a, b, tile, described)
     programs = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n)
     with on_device_of(a):
-        _int8_product_kernel[(programs,)](
-            first, a_scale, second, b_scale, out, rows, columns, inner, DESCRIBED=described, **tile.launch
-        )
+        codes_kernel[(programs,)](
+            first, a_scale, second, b_scale, out, None, rows, columns, inner,
+            TILE=0, DESCRIBED=described, INT=True, **tile.launch,
+        )  # fmt: skip
     return out
 
 

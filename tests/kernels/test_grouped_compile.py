@@ -71,7 +71,7 @@ def test_products_of_codes_use_tensor_cores(architecture, number, tmp_path):
         types |= {"A": f"tensordesc<{kind}[{tile.block_m}, {tile.block_k}]>"}
         types |= {"B": f"tensordesc<{kind}[{tile.block_n}, {tile.block_k}]>"}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    for kernel, more in ((products._codes_product_kernel, {}), (products._codes_weight_product_kernel, {"TILE": 128})):
+    for kernel, more in ((products._codes_product_kernel, {}), (products.codes_kernel, {"TILE": 128})):
         made = compiled(kernel, architecture, {**constants, **more}, types, **options)
         ptx = made.asm["ptx"]
         sums, inputs = ("s32", "s8") if number == "int8" else ("f32", "e4m3")

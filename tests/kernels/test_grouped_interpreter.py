@@ -171,9 +171,9 @@ if INSIDE:
             ("_codes_product_kernel", "expert * columns + column", "column"),
             ("_codes_product_kernel", "A_SCALE + row", "A_SCALE + tl.arange(0, BLOCK_M)"),
             ("_codes_product_kernel", "(expert >= 0) & (top < end), inner", "top < end, inner"),
-            ("_codes_weight_product_kernel", "expert * a_rows + row, mask", "row, mask"),
-            ("_codes_weight_product_kernel", "FIRST + expert + 1) * TILE", "FIRST + expert + 1) * TILE - BLOCK_K"),
-            ("_codes_weight_product_kernel", "(FIRST + expert) * TILE,", "(FIRST + expert) * TILE + BLOCK_K,"),
+            ("codes_kernel", "A_SCALE += expert * rows", "A_SCALE += 0"),
+            ("codes_kernel", "FIRST + expert + 1) * TILE", "FIRST + expert + 1) * TILE - BLOCK_K"),
+            ("codes_kernel", "(FIRST + expert) * TILE,", "(FIRST + expert) * TILE + BLOCK_K,"),
         ]
         find(monkeypatch, lambda: check_codes(INT8, 32, 32, torch.float32), grouped_products, mistakes[:4])
         find(monkeypatch, lambda: check_weight_codes(INT8, 32, 32, torch.float32), grouped_products, mistakes[4:])

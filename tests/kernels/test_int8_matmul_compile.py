@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compile
 
-from sagekernels.int8_matmul import GROUP, TILES, ProductTile, _int8_product_kernel
+from sagekernels.int8_matmul import GROUP, TILES, ProductTile, codes_kernel
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # A program may have so many KiB of shared memory.
@@ -19,16 +19,16 @@ def compiled(tile: ProductTile, architecture: int, out: str = "*bf16") -> Compil
     """Compile the kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
     described = architecture == 90
     constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    constants |= {"GROUP": GROUP, "DESCRIBED": described}
+    constants |= {"GROUP": GROUP, "DESCRIBED": described, "INT": True, "FIRST": None, "TILE": 0}
     types = {**dict.fromkeys(("A", "B"), "*i8"), **dict.fromkeys(("A_SCALE", "B_SCALE"), "*fp32"), "OUT": out}
     if described:
         types["A"] = f"tensordesc<i8[{tile.block_m}, {tile.block_k}]>"
         types["B"] = f"tensordesc<i8[{tile.block_n}, {tile.block_k}]>"
-    names = _int8_product_kernel.arg_names
+    names = codes_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     even = [i for i, name in enumerate(names) if not signature[name].startswith(("constexpr", "tensordesc"))]
-    source = ASTSource(_int8_product_kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
+    source = ASTSource(codes_kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
