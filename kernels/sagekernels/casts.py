@@ -89,11 +89,11 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, largest: Tensor | None = 
 # A product and an addition must not become one instruction, which would round INT8's codes once. Torch rounds the
 # product and then the code.
 FUSION = False
-# These are the constants and options of a program. The first pass takes LARGEST_STEPS such pieces, one below the other,
-# and then leaves two atomic maxima a row or column. Lines of at least 128 bytes are read and written whole, in both
-# directions.
+# These are the constants and options of a program. The first pass takes such pieces of a tile, one below the other, and
+# then leaves two atomic maxima a row or column. A tile of one matrix has LARGEST_TILE rows. Lines of at least 128 bytes
+# are read and written whole, in both directions.
 LARGEST = {"ROWS": 16, "COLUMNS": 512, "STAGES": 3, "num_warps": 4}
-LARGEST_STEPS = 16
+LARGEST_TILE = 256
 ROUND = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4, "enable_fp_fusion": FUSION}
 
 
@@ -123,27 +123,52 @@ def widened(bits, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _largest_kernel(
-    X, LARGEST, rows, columns, stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
+def tile_of(TILES, tile, rows, outputs, TILE: tl.constexpr, APART: tl.constexpr):
+    """Return the expert, the first row and the end of a tile. APART: the rows are matrices of `outputs` rows each.
+    TILES: the tiles are those of grouped.Rows. Without both there is one matrix."""
+    if APART:
+        expert = tile // tl.cdiv(outputs, TILE)
+        return expert, expert * outputs + tile % tl.cdiv(outputs, TILE) * TILE, (expert + 1) * outputs
+    elif TILES is None:
+        return 0, tile * TILE, rows
+    else:
+        return tl.load(TILES + 4 * tile), tl.load(TILES + 4 * tile + 1), tl.load(TILES + 4 * tile + 2)
+
+
+@triton.jit
+def load_rows(X, CHOICE, row, end, column, columns, stride, TOP: tl.constexpr, GATHERS: tl.constexpr):
+    """Load a part of rows that are before `end`, with zeros elsewhere. GATHERS: X has tokens."""
+    where = row
+    if GATHERS:
+        where = tl.load(CHOICE + row, mask=row < end, other=0) // TOP
+    inside = (row < end)[:, None] & (column < columns)[None, :]
+    return tl.load(X + where.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def largest_kernel(
+    X, CHOICE, TILES, LARGEST, rows, columns, stride, outputs, across,
+    TOP: tl.constexpr, GATHERS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Write the bits of the largest magnitudes into arrays that hold zeros. A maximum is the same in any order.
+    """Write the bits of the largest magnitudes of rows, then of each expert's columns (of all, if there are no
+    experts), into an array of zeros. A maximum is the same in any order.
 
     Columns are compared across threads once, at the end. STAGES tiles are on their way at a time. NARROW: X is
     bfloat16. Its bits order like the numbers too, and one instruction compares two of them.
     """
-    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(0) // across * (ROWS * STEPS)
-    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-    for step in tl.range(STEPS, num_stages=STAGES):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        bits = magnitudes(x, NARROW)
-        of_columns = tl.maximum(of_columns, bits)
-        tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
-    largest = widened(tl.max(of_columns, 0), NARROW)
-    tl.atomic_max(LARGEST + rows + column, largest, mask=column < columns, sem="relaxed")
+    expert, first, end = tile_of(TILES, tl.program_id(0) // across, rows, outputs, TILE, APART)
+    if expert >= 0:
+        column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+        of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+        for step in tl.range(TILE // ROWS, num_stages=STAGES):
+            row = first + step * ROWS + tl.arange(0, ROWS)
+            bits = magnitudes(load_rows(X, CHOICE, row, end, column, columns, stride, TOP, GATHERS), NARROW)
+            of_columns = tl.maximum(of_columns, bits)
+            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < end, sem="relaxed")
+        largest = widened(tl.max(of_columns, 0), NARROW)
+        at = LARGEST + rows + expert * columns + column
+        tl.atomic_max(at, largest, mask=column < columns, sem="relaxed")
 
 
 @triton.jit
@@ -258,6 +283,21 @@ def _round_both_kernel(
     tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
+def largest_triton(
+    x: Tensor, choice: Tensor | None, table: Tensor | None, rows: int, experts: int, tiles: int, outputs: int,
+    how: dict[str, int],
+) -> Tensor:  # fmt: skip
+    """Compute largest_twin, or grouped_casts.grouped_largest_twin, of x on a GPU. how: the constants of rows."""
+    columns = x.shape[1]
+    largest = torch.zeros(rows + experts * columns, dtype=torch.int32, device=x.device)
+    across = ceil_div(columns, LARGEST["COLUMNS"])
+    largest_kernel[(tiles * across,)](
+        x, choice, table, largest, rows, columns, x.stride(0), outputs, across,
+        NARROW=x.dtype == torch.bfloat16, **how, **LARGEST,
+    )  # fmt: skip
+    return largest
+
+
 def quantize_both_triton(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> tuple[Rounded, Rounded]:
     """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
     arbitrary."""
@@ -267,12 +307,8 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, largest: Tensor | None 
     padded = turned.shape[1]
     with on_device_of(x):
         if largest is None:
-            largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-            across, down = ceil_div(columns, LARGEST["COLUMNS"]), ceil_div(rows, LARGEST["ROWS"] * LARGEST_STEPS)
-            _largest_kernel[(across * down,)](
-                x, largest, rows, columns, x.stride(0), across,
-                STEPS=LARGEST_STEPS, NARROW=x.dtype == torch.bfloat16, **LARGEST,
-            )  # fmt: skip
+            how = {"TOP": 1, "GATHERS": False, "APART": False, "TILE": LARGEST_TILE}
+            largest = largest_triton(x, None, None, rows, 1, ceil_div(rows, LARGEST_TILE), 0, how)
         across, down = ceil_div(columns, ROUND["COLUMNS"]), ceil_div(padded, ROUND["ROWS"])
         _round_both_kernel[(across * down,)](
             x, largest, codes, scale, turned, turned_scale,

@@ -18,20 +18,20 @@ from torch import Tensor
 
 from .casts import (
     FUSION,
-    LARGEST,
     MULTIPLE,
     NAMES,
     ROUND,
     Rounded,
     codes_of,
     factor_of,
+    largest_triton,
+    load_rows,
     magnitude_bits,
-    magnitudes,
     quantize,
     rows_of,
     scale_of,
     store_rows,
-    widened,
+    tile_of,
 )
 from .grouped import TILE, Rows, gather_twin
 from .launch import ceil_div, on_device_of
@@ -96,49 +96,6 @@ ROW_COLUMNS, ROW_WARPS = 4096, 4
 """The largest part of a row that a program rounds at a time, where rows alone are rounded."""
 
 
-@triton.jit
-def _tile_of(TILES, tile, outputs, TILE: tl.constexpr, APART: tl.constexpr):
-    """Return the expert, the first row and the end of a tile. APART: the rows are matrices of `outputs` rows each, and
-    there is no table."""
-    if APART:
-        expert = tile // tl.cdiv(outputs, TILE)
-        return expert, expert * outputs + tile % tl.cdiv(outputs, TILE) * TILE, (expert + 1) * outputs
-    else:
-        return tl.load(TILES + 4 * tile), tl.load(TILES + 4 * tile + 1), tl.load(TILES + 4 * tile + 2)
-
-
-@triton.jit
-def _load_rows(X, CHOICE, row, end, column, columns, stride, TOP: tl.constexpr, GATHERS: tl.constexpr):
-    """Load a part of rows that are before `end`, with zeros elsewhere. GATHERS: X has tokens."""
-    where = row
-    if GATHERS:
-        where = tl.load(CHOICE + row, mask=row < end, other=0) // TOP
-    inside = (row < end)[:, None] & (column < columns)[None, :]
-    return tl.load(X + where.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _grouped_largest_kernel(
-    X, CHOICE, TILES, LARGEST, rows, columns, stride, outputs, across,
-    TOP: tl.constexpr, GATHERS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """Write the bits of the largest magnitudes of rows, then of each expert's columns, into an array of zeros (see
-    casts._largest_kernel)."""
-    expert, first, end = _tile_of(TILES, tl.program_id(0) // across, outputs, TILE, APART)
-    if expert >= 0:
-        column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-        of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-        for step in tl.range(TILE // ROWS, num_stages=STAGES):
-            row = first + step * ROWS + tl.arange(0, ROWS)
-            bits = magnitudes(_load_rows(X, CHOICE, row, end, column, columns, stride, TOP, GATHERS), NARROW)
-            of_columns = tl.maximum(of_columns, bits)
-            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < end, sem="relaxed")
-        largest = widened(tl.max(of_columns, 0), NARROW)
-        at = LARGEST + rows + expert * columns + column
-        tl.atomic_max(at, largest, mask=column < columns, sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["across"])  # See casts._round_both_kernel.
 def _grouped_round_kernel(
     X, CHOICE, TILES, FIRST, LARGEST, CODES, SCALE, TURNED, TURNED_SCALE,
@@ -150,15 +107,15 @@ def _grouped_round_kernel(
     CODES, TURNED = CODES.to(tl.pointer_type(tl.int8), bitcast=True), TURNED.to(tl.pointer_type(tl.int32), bitcast=True)
     right, below = tl.program_id(0) % across, tl.program_id(0) // across
     tile, down = below // (TILE // ROWS), below % (TILE // ROWS)
-    expert, first, end = _tile_of(TILES, tile, outputs, TILE, APART)
+    expert, first, end = tile_of(TILES, tile, rows, outputs, TILE, APART)
     if expert >= 0:
         column = right * COLUMNS + tl.arange(0, COLUMNS)
         row0, row1 = first + rows_of(down, 0, ROWS), first + rows_of(down, 1, ROWS)
         row2, row3 = first + rows_of(down, 2, ROWS), first + rows_of(down, 3, ROWS)
-        x0 = _load_rows(X, CHOICE, row0, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
-        x1 = _load_rows(X, CHOICE, row1, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
-        x2 = _load_rows(X, CHOICE, row2, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
-        x3 = _load_rows(X, CHOICE, row3, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        x0 = load_rows(X, CHOICE, row0, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        x1 = load_rows(X, CHOICE, row1, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        x2 = load_rows(X, CHOICE, row2, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        x3 = load_rows(X, CHOICE, row3, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
         within, of_column = column < columns, expert * columns + column
         largest = tl.load(LARGEST + rows + of_column, mask=within, other=0)
         factor = factor_of(largest, NUMBER)
@@ -239,12 +196,7 @@ def _round_both(
     how = {"TOP": top, "GATHERS": gathers, "APART": outputs > 0, "TILE": TILE}
     with on_device_of(x):
         if largest is None:
-            largest = torch.zeros(rows + experts * columns, dtype=torch.int32, device=x.device)
-            across = ceil_div(columns, LARGEST["COLUMNS"])
-            _grouped_largest_kernel[(tiles * across,)](
-                x, choice, table, largest, rows, columns, x.stride(0), outputs, across,
-                NARROW=x.dtype == torch.bfloat16, **how, **LARGEST,
-            )  # fmt: skip
+            largest = largest_triton(x, choice, table, rows, experts, tiles, outputs, how)
         across = ceil_div(columns, ROUND["COLUMNS"])
         _grouped_round_kernel[(tiles * (TILE // ROUND["ROWS"]) * across,)](
             x, choice, table, first, largest, codes, scale, turned, turned_scale,

@@ -83,7 +83,7 @@ def _weighted_swiglu_kernel(
     NARROW: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of rows by COLUMNS columns. MEASURED: leave the largest magnitudes of rows, and of each expert's
-    columns, of what is written (see casts._largest_kernel)."""
+    columns, of what is written (see casts.largest_kernel)."""
     at = TILES + 4 * (tl.program_id(0) // across)
     expert, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)

@@ -44,7 +44,7 @@ def _swiglu_kernel(
     GATE, UP, OUT, LARGEST, rows, columns, gate_stride, up_stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Compute silu(gate) * up, and leave the largest magnitudes of what is written (see casts._largest_kernel)."""
+    """Compute silu(gate) * up, and leave the largest magnitudes of what is written (see casts.largest_kernel)."""
     first = tl.program_id(0) // across * (ROWS * STEPS)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)

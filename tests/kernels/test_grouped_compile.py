@@ -110,7 +110,7 @@ def test_casts_compile(architecture, number, apart, tmp_path):
     largest, rounds = ({name: how[name] for name in how if name.isupper()} for how in (casts.LARGEST, casts.ROUND))
     codes = {"int8": "*i8", "e4m3": "*fp8e4nv"}[number]
     types = {**dict.fromkeys(("CODES", "TURNED"), codes), **dict.fromkeys(("SCALE", "TURNED_SCALE"), "*fp32")}
-    kernel = grouped_casts._grouped_largest_kernel
+    kernel = casts.largest_kernel
     made = compiled(
         kernel, architecture, {**shared, **largest, "NARROW": True}, types, num_warps=casts.LARGEST["num_warps"]
     )

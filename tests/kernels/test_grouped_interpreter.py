@@ -11,7 +11,7 @@ from interpreted import INSIDE, find, poisoned_memory  # noqa: F401
 
 if INSIDE:
     from kernel_inputs import random_choices, random_swiglu, swiglu_gradients_error
-    from sagekernels import grouped, grouped_casts, grouped_products, grouped_swiglu
+    from sagekernels import casts, grouped, grouped_casts, grouped_products, grouped_swiglu
     from sagekernels.casts import E4M3, INT8
 
     every_number = pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
@@ -241,15 +241,16 @@ if INSIDE:
 
     def test_mistakes_in_casts_are_found(monkeypatch):
         mistakes = [
-            ("_grouped_largest_kernel", "step * ROWS", "step"),
-            ("_grouped_largest_kernel", "expert * columns + column", "column"),
-            ("_load_rows", "(row < end)[:, None]", "(row < 200)[:, None]"),
+            ("largest_kernel", "step * ROWS", "step"),
+            ("largest_kernel", "expert * columns + column", "column"),
+            ("load_rows", "(row < end)[:, None]", "(row < 200)[:, None]"),
             ("_grouped_round_kernel", "tile == tl.load(FIRST + expert)", "tile == 0"),
             ("_grouped_round_kernel", "start = tile * TILE", "start = tile * TILE - expert"),
-            ("_load_rows", "// TOP", "// (TOP + 1)"),
+            ("load_rows", "// TOP", "// (TOP + 1)"),
         ]
-        monkeypatch.setitem(grouped_casts.LARGEST, "ROWS", 64)
-        find(monkeypatch, lambda: check_casts(INT8, 16, gathers=False), grouped_casts, mistakes[:-1])
+        monkeypatch.setitem(casts.LARGEST, "ROWS", 64)
+        find(monkeypatch, lambda: check_casts(INT8, 16, gathers=False), casts, mistakes[:2])
+        find(monkeypatch, lambda: check_casts(INT8, 16, gathers=False), grouped_casts, mistakes[2:-1])
         find(monkeypatch, lambda: check_casts(INT8, 16, gathers=True), grouped_casts, mistakes[-1:])
 
     # -- SwiGLU ----------------------------------------------------------------------------------------------------

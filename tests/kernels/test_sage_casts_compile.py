@@ -11,10 +11,10 @@ from sagekernels import hopper_projection
 from sagekernels.casts import (
     FUSION,
     LARGEST,
-    LARGEST_STEPS,
+    LARGEST_TILE,
     ROUND,
-    _largest_kernel,
     _round_both_kernel,
+    largest_kernel,
 )
 
 # The package has functions of these modules' names.
@@ -26,7 +26,7 @@ MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_O
 CODES = {"int8": "*i8", "e4m3": "*fp8e4nv"}
 
 
-LARGEST_TILE, ROUND_TILE = ({name: how[name] for name in how if name.isupper()} for how in (LARGEST, ROUND))
+PIECE, ROUND_TILE = ({name: how[name] for name in how if name.isupper()} for how in (LARGEST, ROUND))
 
 
 def ptx_of(
@@ -49,8 +49,9 @@ def ptx_of(
 @pytest.mark.parametrize(("x", "instruction"), [("*bf16", "max.s16"), ("*fp32", "max.s32")])
 def test_the_largest_magnitudes_compile(architecture, x, instruction):
     """bfloat16 is compared as 16 bits, which ptxas pairs."""
-    constants = {**LARGEST_TILE, "STEPS": LARGEST_STEPS, "NARROW": x == "*bf16"}
-    assert instruction in ptx_of(_largest_kernel, architecture, LARGEST["num_warps"], constants, x)
+    constants = {**PIECE, "TILE": LARGEST_TILE, "NARROW": x == "*bf16", "TOP": 1, "GATHERS": False, "APART": False}
+    constants |= {"CHOICE": None, "TILES": None}
+    assert instruction in ptx_of(largest_kernel, architecture, LARGEST["num_warps"], constants, x)
 
 
 @pytest.mark.parametrize(("architecture", "number", "instruction"), [
