@@ -7,6 +7,11 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
+#if FP16
+#define TYPES "f32.f16.f16"  // The sums and the operands of a product in 16 bits.
+#else
+#define TYPES "f32.bf16.bf16"
+#endif
 
 DEVICE u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 template <class T> DEVICE T &shared_memory() {
@@ -94,22 +99,18 @@ DEVICE u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
-DEVICE u32 pack(float low, float high) {
-#if FP16
+DEVICE u32 pack_half(float low, float high) {
     u32 y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
-#else
-    return pack_bf16(low, high);
-#endif
 }
-DEVICE void unpack(u32 x, float &low, float &high) {
-#if FP16
+DEVICE void unpack_half(u32 x, float &low, float &high) {
     asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
         : "=f"(low), "=f"(high)
         : "r"(x));
-#else
-    low = __int_as_float(x << 16);
-    high = __int_as_float(x & 0xFFFF0000);
-#endif
+}
+DEVICE u32 pack(float low, float high) { return FP16 ? pack_half(low, high) : pack_bf16(low, high); }
+DEVICE void unpack(u32 x, float &low, float &high) {
+    if (FP16) unpack_half(x, low, high);
+    else low = __int_as_float(x << 16), high = __int_as_float(x & 0xFFFF0000);
 }

@@ -143,11 +143,6 @@ template <int ROW_BYTES = 128> DEVICE u64 operand(const void *tile, u32 block_by
 #define NAMES128                                                                                                   \
     NAMES112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FOUR(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
-#if FP16
-#define TYPES "f32.f16.f16"
-#else
-#define TYPES "f32.bf16.bf16"
-#endif
 
 // Compute sum (+)= a b^T in INT8, 32 contracted. Rows of b, and of a where it is in shared memory, are contiguous.
 DEVICE void multiply_codes(u32 (&sum)[48], const u32 *a, u64 b, int accumulate) {

@@ -52,16 +52,6 @@ DEVICE float larger_or_nan(float x, float y) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
-DEVICE u32 pack_half(float low, float high) {
-    u32 y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-DEVICE void unpack_half(u32 x, float &low, float &high) {
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(low), "=f"(high)
-        : "r"(x));
-}
 
 // ---- Products
 
@@ -72,30 +62,20 @@ constexpr u32 MAGIC_BITS = 0x4B400000;
 #define FOUR_OF(c, x) c((x)[0]), c((x)[1]), c((x)[2]), c((x)[3])
 // Compute sum = a b + start for INT8 codes. The codes of a are unsigned if the parameter says so.
 template <bool UNSIGNED = false> DEVICE void multiply_codes(u32 *sum, const u32 *a, u32 b0, u32 b1, const u32 *start) {
-    if (UNSIGNED)
-        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%10, %11, %12, %13};"
-            : FOUR_OF("=r", sum)
-            : FOUR_OF("r", a), "r"(b0), "r"(b1), FOUR_OF("r", start));
-    else
-        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%10, %11, %12, %13};"
-            : FOUR_OF("=r", sum)
-            : FOUR_OF("r", a), "r"(b0), "r"(b1), FOUR_OF("r", start));
+#define MULTIPLY_CODES(type)                                                                                          \
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." type ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "        \
+        "{%10, %11, %12, %13};"                                                                                       \
+        : FOUR_OF("=r", sum)                                                                                          \
+        : FOUR_OF("r", a), "r"(b0), "r"(b1), FOUR_OF("r", start))
+    if (UNSIGNED) MULTIPLY_CODES("u8");
+    else MULTIPLY_CODES("s8");
 }
 // Compute sum += a b in 16 bits.
 DEVICE void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
-#if FP16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col." TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : FOUR_OF("+f", sum)
         : FOUR_OF("r", a), "r"(b0), "r"(b1));
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : FOUR_OF("+f", sum)
-        : FOUR_OF("r", a), "r"(b0), "r"(b1));
-#endif
 }
 // Compute sum += a b in float16, with sums in float16 too. A register holds two of them, rows g and g + 8.
 DEVICE void multiply_half(u32 *sum, const u32 *a, u32 b0, u32 b1) {
