@@ -1,7 +1,8 @@
 """Compare the accuracy of the recipes with the papers' tables: `python -m sagekernels.accuracy` (CPU, about a minute).
 
-Every number is the error of the twin against float64 on fresh random inputs. The seed is printed and can be given. The
-tests hold that the kernels agree with the twin, so the numbers are true of the kernels too.
+Every number is the error of the twin on fresh random inputs, against float64, or in Table 2 against float32
+(observe.py), whose own error is a thousand times smaller. The seed is printed and can be given. The tests hold that the
+kernels agree with the twin, so the numbers are true of the kernels too.
 """
 
 import argparse
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from .autograd import sage_attention
 from .call import RECIPES, Call
-from .reference import ScoresOfCodes, pad_to_tile, rounded_tiles, twin_forward, visible
-from .testing import Results, Shape, cosine, errors, exact_results, random_inputs, rel_l2, results_of
+from .observe import Measured, Sample, keep, measure, pooled_cosine, pooled_rel_l2
+from .reference import twin_backward, twin_forward
+from .testing import Results, Shape, errors, exact_results, random_inputs, rel_l2, results_of
 
 # Paper A, section 4.4: rel-L2 of O, dQ, dK and dV for Gaussian inputs. Q and K have the standard deviation sigma, V and
 # dO have 1.
@@ -79,43 +81,32 @@ def trained_inputs(seed: int, n: int = 4096) -> tuple[Tensor, Tensor, Tensor, Te
     return tuple(x.bfloat16() for x in (q, k, v, do))
 
 
-def intermediates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, recipe: str | None) -> dict[str, Tensor]:
-    """Return delta, P, dP and dS of one causal head, as the backward pass of `recipe` sees them. None: the exact
-    ones."""
-    n, scale = q.shape[1], q.shape[-1] ** -0.5
-    wide = [x[0, :, 0].double() for x in (q, k, v, do)]
-    if recipe is None:
-        mask = visible(range(n), n, 0, True, None, q.device)
-        p = torch.softmax((wide[0] @ wide[1].mT * scale).masked_fill(~mask, -math.inf), -1)
-        o = p @ wide[2]
-    else:
-        call = Call(q, k, v, None, True, scale, smooth_k=True, recipe=recipe, backend="twin")
-        out, saved = twin_forward(call)
-        s = ScoresOfCodes(call, saved)(range(n))
-        p, o = torch.exp(s[0, 0, 0] - saved.lse[0, 0, :, None]).double(), out[0, :, 0].double()
-    dp = wide[3] @ wide[2].mT
-    delta = (wide[3] * o).sum(-1, keepdim=True)
-    return {"delta": delta, "P": p, "dP": dp, "dS": p * (dp - delta)}
+def measured(inputs: tuple[Tensor, Tensor, Tensor, Tensor], recipe: str) -> Measured:
+    """Return the errors of one causal head, of all tensors of Table 2."""
+    q, k, v, do = inputs
+    call = Call(q, k, v, None, True, q.shape[-1] ** -0.5, smooth_k=True, recipe=recipe, backend="twin")
+    o, saved = twin_forward(call)
+    backward = call.backward(do, o, saved)
+    everything = Sample.of(q, k, 1, q.shape[1] ** 2, 0)
+    return measure(backward, twin_backward(backward), keep(call, everything))
 
 
 def trained_errors(recipe: str, *, seed: int, n: int = 4096) -> dict[str, tuple[float, float]]:
     """Return cosine and rel-L2 of every tensor of Table 2 on trained_inputs."""
-    inputs = trained_inputs(seed, n)
-    ours, exact = intermediates(*inputs, recipe), intermediates(*inputs, None)
-    results, truth = results_of(sage_attention, *inputs, recipe=recipe, backend="twin"), exact_results(*inputs)
-    for name, a, b in zip(("O", "dQ", "dK", "dV"), results, truth, strict=True):
-        ours[name], exact[name] = a, b
-    return {name: (cosine(ours[name], exact[name]), rel_l2(ours[name], exact[name])) for name in TABLE_2}
+    squares = measured(trained_inputs(seed, n), recipe).squares
+    return {name: (pooled_cosine(*sums), pooled_rel_l2(*sums)) for name in TABLE_2 for sums in [squares[name].tolist()]}
+
+
+def trained_rms(seed: int, n: int = 4096) -> dict[str, float]:
+    """Return the root mean squares of TRAINED_RMS on trained_inputs, without rounding, over the keys that are seen."""
+    squares = measured(trained_inputs(seed, n), "scores").squares
+    return {name: math.sqrt(squares[name][2] / (n * (n + 1) / 2)) for name in TRAINED_RMS}
 
 
 def zero_share(sigma: float, recipe: str, *, seed: int, n: int = 1024) -> tuple[float, float]:
     """Return the shares of the entries of dS that INT8 rounds to zero for dQ and for dK (causal, one head of 64)."""
-    inputs = random_inputs(Shape(1, n, n, 1, 1, 64), sigma=sigma, seed=seed)
-    ds = pad_to_tile(pad_to_tile(intermediates(*inputs, recipe)["dS"].float(), -1), -2)
-    present = ds != 0
-    along_queries, along_keys = RECIPES[recipe].scale_axes
-    zero = [(rounded_tiles(ds, axes) == 0) & present for axes in (along_keys, along_queries)]
-    return tuple((z.sum() / present.sum()).item() for z in zero)
+    zeros = measured(random_inputs(Shape(1, n, n, 1, 1, 64), sigma=sigma, seed=seed), recipe).zeros
+    return tuple((zeros[name][0] / zeros[name][1]).item() for name in ("dQ", "dK"))
 
 
 def bias_test(recipe: str, passes: tuple[int, ...], *, seed: int, n: int = 256) -> dict[str, list[float]]:
@@ -158,10 +149,7 @@ def main() -> None:
         for source, row in rows.items():
             print(f"{sigma:>5}  {source:<14}" + "".join(f"{x:>9.4f}" for x in row))
 
-    inputs = trained_inputs(seed)
-    exact = intermediates(*inputs, None)
-    seen = exact["P"] > 0
-    rms = {name: exact[name][seen].square().mean().sqrt().item() for name in TRAINED_RMS}
+    rms = trained_rms(seed)
     print("\nTable 2: cosine / rel-L2, causal, N 4096, one head of 64. Not the papers' layer: inputs made to have its")
     print("statistics, RMS " + ", ".join(f"{k} {v:.1e} (in print {TRAINED_RMS[k]:.0e})" for k, v in rms.items()) + ",")
     print(f"and channels of Q and K spread (std {CHANNEL_SPREAD} in log) until `paper` has the P error in print")

@@ -123,11 +123,6 @@ def rel_l2(value: Tensor, exact: Tensor) -> float:
     return error if error == 0.0 or error != error else error / size if size > 0 else float("inf")
 
 
-def cosine(value: Tensor, exact: Tensor) -> float:
-    """Return the cosine similarity of two tensors taken as vectors."""
-    return torch.nn.functional.cosine_similarity(value.double().flatten(), exact.double().flatten(), dim=0).item()
-
-
 def errors(value: Results | SinkResults, exact: Results | SinkResults) -> dict[str, float]:
     """Return rel_l2 of o and the gradients by name."""
     return {name: rel_l2(a, b) for name, a, b in zip(value._fields, value, exact, strict=True)}

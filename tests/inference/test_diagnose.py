@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from distributed import run_distributed
+from kernel_inputs import cosine
 from sagekernels.casts import quantize
 from sagekernels.lowbit import LOW_BIT, LowBit
 from sagekernels.matmul import linear as linear_of
-from sagekernels.testing import cosine, exact_results, rel_l2
+from sagekernels.testing import exact_results, rel_l2
 from sagetrain.__main__ import main
 from sagetrain.auto.kept import Kept
 from sagetrain.checkpoint.state import SettledLinear

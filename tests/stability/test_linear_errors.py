@@ -12,13 +12,13 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from kernel_inputs import random_choices
+from kernel_inputs import cosine, random_choices
 from runs import rows_of
 from sagekernels.grouped import GATHER_ROWS, plan_rows
 from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedMatmul, grouped_matmul
 from sagekernels.grouped_products import grouped_product_twin, grouped_weight_product_twin
 from sagekernels.lowbit import LOW_BIT
-from sagekernels.testing import cosine, rel_l2
+from sagekernels.testing import rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.costs.memory import memory_per_rank

@@ -9,8 +9,9 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from kernel_inputs import cosine
 from runs import rows_of
-from sagekernels.testing import cosine, exact_results, rel_l2
+from sagekernels.testing import exact_results, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.config.schema import MonitorConfig

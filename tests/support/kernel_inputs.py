@@ -19,6 +19,11 @@ def rounding_errors(found: Tensor, exact: Tensor, float32: Tensor) -> float:
     return ((found.double() - exact).abs() / (rounding + float32)).amax().item()
 
 
+def cosine(value: Tensor, exact: Tensor) -> float:
+    """Return the cosine similarity of two tensors taken as vectors."""
+    return torch.nn.functional.cosine_similarity(value.double().flatten(), exact.double().flatten(), dim=0).item()
+
+
 def call_of(
     shape: Shape,
     q: Tensor,
