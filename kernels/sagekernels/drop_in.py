@@ -120,14 +120,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: the same numbers.
         max_seqlen_q: the most tokens of a document.
         max_seqlen_k: as max_seqlen_q.
-        dropout_p: must be 0.
-        softmax_scale: the factor on the scores. Default: head_dim ** -0.5.
         causal: a token sees those before it in its document, not those behind it.
-        window_size: (n, 0), which is causal, lets a query see n tokens before its own, (n, n) as many on both sides,
-            and -1 all of them. Others are refused. A window that leaves out keys needs as many of them as queries.
-        softcap: must be 0.
-        deterministic: see flash_attn_func.
-        learnable_sink: see flash_attn_func.
+
+    The other arguments are those of flash_attn_func.
 
     Returns:
         [tokens, heads, head_dim].

@@ -319,28 +319,18 @@ def plan_rows(choices: Tensor, experts: int, room: int | None = None) -> Rows:
     return Rows(*PLAN_ROWS(choices, experts, room))
 
 
-class _Gather(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Tokens to rows, or the sums of rows to tokens. Each way is the gradient of the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, choice: Tensor, slot: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, choice: Tensor, slot: Tensor, gathers: bool) -> Tensor:
         ctx.save_for_backward(choice, slot)
-        return GATHER_ROWS(x, choice, slot.shape[1])
+        ctx.gathers = gathers
+        return GATHER_ROWS(x, choice, slot.shape[1]) if gathers else COMBINE_ROWS(x, slot)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        choice, slot = ctx.saved_tensors
-        return _Combine.apply(grad, choice, slot), None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, choice: Tensor, slot: Tensor) -> Tensor:
-        ctx.save_for_backward(choice, slot)
-        return COMBINE_ROWS(y, slot)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        choice, slot = ctx.saved_tensors
-        return _Gather.apply(grad, choice, slot), None, None
+        return _Moved.apply(grad, *ctx.saved_tensors, not ctx.gathers), None, None, None
 
 
 def gather(x: Tensor, rows: Rows) -> Tensor:
@@ -355,7 +345,7 @@ def gather(x: Tensor, rows: Rows) -> Tensor:
         NotImplementedError: a transform of torch.func.
     """
     _check("gather", x, len(rows.slot), "tokens")
-    return _Gather.apply(x, rows.choice, rows.slot)
+    return _Moved.apply(x, rows.choice, rows.slot, True)
 
 
 def combine(y: Tensor, rows: Rows) -> Tensor:
@@ -371,7 +361,7 @@ def combine(y: Tensor, rows: Rows) -> Tensor:
         NotImplementedError: a transform of torch.func.
     """
     _check("combine", y, len(rows.choice), "rows")
-    return _Combine.apply(y, rows.choice, rows.slot)
+    return _Moved.apply(y, rows.choice, rows.slot, False)
 
 
 def _check(name: str, x: Tensor, length: int, what: str) -> None:

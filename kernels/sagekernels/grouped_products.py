@@ -46,7 +46,7 @@ def grouped_weight_product_twin(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_codes_product_twin(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tiles: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return each row of a [R, K] times the codes [N, K] of its expert, transposed: exact in float64, rounded once."""
     scaled = b[..., : a.shape[1]].double() * b_scale.double()[..., None]
@@ -180,7 +180,7 @@ def _clear_experts_kernel(OUT, ENDS, size, BLOCK: tl.constexpr):
 
 
 def grouped_codes_product_triton(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, tiles: Tensor, dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tiles: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Compute grouped_codes_product_twin on a GPU, within the roundings of fp32 and the one to dtype."""
     (rows, inner), columns = a.shape, b.shape[1]
@@ -297,21 +297,15 @@ GROUPED_WEIGHT_PRODUCT = operator(
 )
 
 
-def _grouped_codes_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tiles: Tensor, dtype: torch.dtype
-) -> Tensor:
-    if a.is_cuda:
-        return grouped_codes_product_triton(a, a_scale, b, b_scale, tiles, dtype)
-    return grouped_codes_product_twin(a, a_scale, b, b_scale, ends, dtype)
-
-
 def _grouped_codes_product_fake(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tiles: Tensor, dtype: torch.dtype
 ) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-GROUPED_CODES_PRODUCT = operator(_grouped_codes_product, _grouped_codes_product_fake)
+GROUPED_CODES_PRODUCT = by_device(
+    "grouped_codes_product", grouped_codes_product_twin, grouped_codes_product_triton, _grouped_codes_product_fake
+)
 
 
 def _grouped_codes_weight_product_fake(

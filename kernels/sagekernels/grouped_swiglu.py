@@ -18,7 +18,7 @@ from .casts import DTYPES, magnitudes, widened
 from .grouped import TILE, Rows
 from .grouped_casts import grouped_largest_twin
 from .launch import ceil_div, on_device_of
-from .operators import operator
+from .operators import by_device
 from .refusals import differentiated_once, refuse_transforms
 
 # A program takes so many rows and columns at a time, until its tile is done.
@@ -27,19 +27,24 @@ SUM_CHOICES, SUM_WARPS = 256, 4
 """The choices of a program that adds up the parts of the weights' gradients."""
 
 
-def weighted_swiglu_twin(gate_up: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
-    """Return silu(gate) * up * weight, computed in float32 and rounded once; zeros for empty rows."""
+def weighted_swiglu_twin(
+    gate_up: Tensor, weights: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, measured: bool
+) -> tuple[Tensor, Tensor]:
+    """Return silu(gate) * up * weight, computed in float32 and rounded once; zeros for empty rows. Then with `measured`
+    its largest magnitudes (grouped_casts.grouped_largest_twin)."""
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, 1)
     y = (F.silu(gate) * up * of_rows(weights, choice, wide)).to(gate_up.dtype)
-    return y.masked_fill_((choice < 0)[:, None], 0)
+    y.masked_fill_((choice < 0)[:, None], 0)
+    return y, grouped_largest_twin(y, ends) if measured else _no_largest(ends)
 
 
 def weighted_swiglu_gradients_twin(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor, ends: Tensor, tiles: Tensor,
+    measured: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of gate and up side by side, rounded once, and those of the weights [T, k] in float32; zeros
-    for empty rows and for choices without one."""
+    for empty rows and for choices without one. Then with `measured` the largest magnitudes of the first ones."""
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, 1)
     empty = (choice < 0)[:, None]
@@ -47,7 +52,8 @@ def weighted_swiglu_gradients_twin(
     of_result = grad.to(wide) * of_rows(weights, choice, wide)
     of_gate = torch.ops.aten.silu_backward(of_result * up, gate)
     gradients = torch.cat((of_gate, of_result * F.silu(gate)), 1).to(gate_up.dtype).masked_fill_(empty, 0)
-    return gradients, of_choices(products, slot)
+    largest = grouped_largest_twin(gradients, ends) if measured else _no_largest(ends)
+    return gradients, of_choices(products, slot), largest
 
 
 def of_rows(weights: Tensor, choice: Tensor, wide: torch.dtype) -> Tensor:
@@ -158,8 +164,13 @@ def _sum_parts_kernel(PARTIAL, SLOT, OF_WEIGHTS, choices, across, CHOICES: tl.co
     tl.store(OF_WEIGHTS + choice, total, mask=choice < choices)
 
 
-def _none_or_zeros(measured: bool, rows: int, columns: int, ends: Tensor) -> Tensor:
-    return torch.zeros((rows + len(ends) * columns) * measured, dtype=torch.int32, device=ends.device)
+def _no_largest(ends: Tensor) -> Tensor:
+    return ends.new_zeros(0, dtype=torch.int32)
+
+
+def _zero_largest(measured: bool, rows: int, columns: int, ends: Tensor) -> Tensor:
+    """Return zeros for the largest magnitudes of rows and of each expert's columns, if they are `measured`."""
+    return ends.new_zeros(rows + ends.shape[0] * columns, dtype=torch.int32) if measured else _no_largest(ends)
 
 
 def weighted_swiglu_triton(
@@ -170,7 +181,7 @@ def weighted_swiglu_triton(
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, columns)
-    largest, across = _none_or_zeros(measured, rows, columns, ends), ceil_div(columns, COLUMNS)
+    largest, across = _zero_largest(measured, rows, columns, ends), ceil_div(columns, COLUMNS)
     with on_device_of(gate_up):
         _weighted_swiglu_kernel[(len(tiles) * across,)](
             gate_up, weights.contiguous(), choice, tiles, out, largest, rows, columns, gate_up.stride(0), across,
@@ -190,7 +201,7 @@ def weighted_swiglu_gradients_triton(
     rows, columns = grad.shape
     out = gate_up.new_empty(rows, 2 * columns)
     of_weights = torch.empty(slot.shape, dtype=torch.float32, device=out.device)
-    largest, across = _none_or_zeros(measured, rows, 2 * columns, ends), ceil_div(columns, COLUMNS)
+    largest, across = _zero_largest(measured, rows, 2 * columns, ends), ceil_div(columns, COLUMNS)
     partial = torch.empty(rows, across, dtype=torch.float32, device=out.device)
     with on_device_of(out):
         _weighted_swiglu_gradients_kernel[(len(tiles) * across,)](
@@ -206,51 +217,28 @@ def weighted_swiglu_gradients_triton(
     return out, of_weights, largest
 
 
-def _weighted_swiglu(
-    gate_up: Tensor, weights: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, measured: bool
-) -> tuple[Tensor, Tensor]:
-    if gate_up.is_cuda and gate_up.dtype in DTYPES:
-        return weighted_swiglu_triton(gate_up, weights, choice, ends, tiles, measured)
-    y = weighted_swiglu_twin(gate_up, weights, choice)
-    return y, grouped_largest_twin(y, ends) if measured else _none_or_zeros(False, 0, 0, ends)
-
-
 def _weighted_swiglu_fake(
     gate_up: Tensor, weights: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, measured: bool
 ) -> tuple[Tensor, Tensor]:
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    largest = rows + ends.shape[0] * columns if measured else 0
-    return gate_up.new_empty(rows, columns), gate_up.new_empty(largest, dtype=torch.int32)
-
-
-WEIGHTED_SWIGLU = operator(_weighted_swiglu, _weighted_swiglu_fake)
-
-
-def _weighted_swiglu_gradients(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor, ends: Tensor, tiles: Tensor,
-    measured: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if gate_up.is_cuda and gate_up.dtype in DTYPES:
-        return weighted_swiglu_gradients_triton(grad, gate_up, weights, choice, slot, ends, tiles, measured)
-    whole, of_weights = weighted_swiglu_gradients_twin(grad, gate_up, weights, choice, slot)
-    return whole, of_weights, grouped_largest_twin(whole, ends) if measured else _none_or_zeros(False, 0, 0, ends)
+    return gate_up.new_empty(rows, columns), _zero_largest(measured, rows, columns, ends)
 
 
 def _weighted_swiglu_gradients_fake(
     grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor, ends: Tensor, tiles: Tensor,
     measured: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, columns = gate_up.shape
-    largest = rows + ends.shape[0] * columns if measured else 0
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    return (
-        gate_up.new_empty(rows, columns),
-        weights.new_empty(weights.shape, dtype=wide),
-        gate_up.new_empty(largest, dtype=torch.int32),
-    )
+    of_weights = weights.new_empty(weights.shape, dtype=torch.promote_types(gate_up.dtype, torch.float32))
+    return gate_up.new_empty(gate_up.shape), of_weights, _zero_largest(measured, *gate_up.shape, ends)
 
 
-WEIGHTED_SWIGLU_GRADIENTS = operator(_weighted_swiglu_gradients, _weighted_swiglu_gradients_fake)
+WEIGHTED_SWIGLU = by_device("weighted_swiglu", weighted_swiglu_twin, weighted_swiglu_triton, _weighted_swiglu_fake)
+WEIGHTED_SWIGLU_GRADIENTS = by_device(
+    "weighted_swiglu_gradients",
+    weighted_swiglu_gradients_twin,
+    weighted_swiglu_gradients_triton,
+    _weighted_swiglu_gradients_fake,
+)
 
 _NAMED = "weighted_swiglu", "F.silu(gate) * up * weight"
 

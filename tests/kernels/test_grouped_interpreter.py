@@ -84,11 +84,15 @@ if INSIDE:
         a, b = codes(1, number, 400, inner), codes(2, number, len(LOADS), columns, inner)
         a_scale, b_scale = scales(3, 400, 1), scales(4, len(LOADS), columns)
         a_scale[sum(LOADS) :] = a_scale[144] = torch.nan
-        found = grouped_products.grouped_codes_product_triton(a, a_scale, b, b_scale, ROWS.tiles, dtype)
-        truth = grouped_products.grouped_codes_product_twin(a, a_scale, b, b_scale, ROWS.ends, torch.float64)
+        found = grouped_products.grouped_codes_product_triton(a, a_scale, b, b_scale, ROWS.ends, ROWS.tiles, dtype)
+        truth = grouped_products.grouped_codes_product_twin(
+            a, a_scale, b, b_scale, ROWS.ends, ROWS.tiles, torch.float64
+        )
         magnitudes = (x.float().abs() for x in (a, b))
         (ours, theirs), ends = magnitudes, ROWS.ends
-        terms = grouped_products.grouped_codes_product_twin(ours, a_scale, theirs, b_scale, ends, torch.float64)
+        terms = grouped_products.grouped_codes_product_twin(
+            ours, a_scale, theirs, b_scale, ends, ROWS.tiles, torch.float64
+        )
         assert found[144].isnan().all() and not found[sum(LOADS) :].any()
         found[144], truth[144], terms[144] = 0, 0, 0
         check(found, truth, terms)
@@ -128,7 +132,9 @@ if INSIDE:
         a[:, 0] = 126
         table, scale = grouped.tiles_twin(torch.tensor([128]), 128)[0], torch.ones(128, 1)
         b = a[None, :1]
-        found = grouped_products.grouped_codes_product_triton(a, scale, b, scale[None, 0], table, torch.float32)
+        found = grouped_products.grouped_codes_product_triton(
+            a, scale, b, scale[None, 0], ROWS.ends, table, torch.float32
+        )
         assert (found == float(126**2 + 1199 * 127**2)).all()
 
     @pytest.mark.parametrize(("dtype", "columns", "inner"), [
