@@ -13,7 +13,6 @@ import os
 import resource
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,8 +25,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from sagetrain.auto import linear_choice
 from sagetrain.auto.attention_choice import admissions
@@ -42,6 +39,7 @@ from sagetrain.costs.which_gpu import of_device
 from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.host import ranks_of_host
+from sagetrain.planning.tables import PAGE, Table, console, print_table
 
 EXAMPLE = ModelConfig(
     num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4
@@ -341,9 +339,8 @@ def show(checks: Iterable[Check]) -> None:
     lines: dict[tuple[str, str, str, str], list[str]] = {}
     for check in checks:
         lines.setdefault((check.what, check.verdict, check.found, check.fix), []).append(check.where)
-    table = Table("", "check", "where", "found", "what to do", box=None, pad_edge=False)
+    rows = []
     for (what, verdict, found, fix), places in lines.items():
         where = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
-        table.add_row(verdict, what, where, found, fix)
-    # Without a terminal the table is as wide as it needs. A log wraps its lines by itself.
-    Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False).print(table)
+        rows.append((f"{verdict:<4}  {what}", f"{where}: {found}" + f"; fix: {fix}" * bool(fix)))
+    print_table(console(most=PAGE), Table("", ("check", "found"), rows))

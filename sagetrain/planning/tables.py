@@ -119,7 +119,7 @@ def _widths(table: Table, available: int) -> list[int] | None:
     least = [max(map(_longest_word, cells)) for cells in columns]
     for number, (name, *cells) in enumerate(columns):
         if number == 0 or name in table.numbers:
-            least[number] = max(least[number], *map(len, cells))
+            least[number] = max([least[number], *map(len, cells)])
     spare, wanted = available - sum(least), sum(most) - sum(least)
     if spare < 0:
         return None

@@ -200,9 +200,11 @@ def test_a_name_server_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPa
 
 
 def test_equal_findings_share_a_line(capsys: pytest.CaptureFixture) -> None:
-    show([Check("GPU", f"a, rank {rank}", "ok", "H200") for rank in range(8)])
+    checks = [Check("GPU", f"a, rank {rank}", "ok", "H200") for rank in range(8)]
+    show([*checks, Check("disk", "a", "bad", "no room, " * 20, "make some")])
     out = capsys.readouterr().out
-    assert out.count("H200") == 1 and "a, rank 0 and 7 more" in out
+    assert out.count("H200") == 1 and "a, rank 0 and 7 more" in out and "fix: make some" in out
+    assert max(map(len, out.splitlines())) <= 100, "a log is read without scrolling"
 
 
 def test_the_command_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
