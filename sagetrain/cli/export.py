@@ -10,7 +10,7 @@ import typer
 
 from sagetrain.cli.exits import Errors, warn
 from sagetrain.cli.options import Checkpoint, RunDir, check_folder, finite
-from sagetrain.config.errors import many
+from sagetrain.config.errors import many, url_of
 
 
 class ExportDtype(enum.Enum):
@@ -42,7 +42,7 @@ def export(
         name: Any = dtype.value if dtype else None
         done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=int(shard_gb * 1e9), report=warn)
     typer.echo(
-        f"{folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, {done.bytes:,} bytes in "
-        f"{many(done.shards, 'file')}, max_position_embeddings {done.positions}, eos_token_id "
-        f"{done.eos_token_id}"
+        f"{url_of(folder) or folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, "
+        f"{done.bytes:,} bytes in {many(done.shards, 'file')}, max_position_embeddings {done.positions}, "
+        f"eos_token_id {done.eos_token_id}"
     )

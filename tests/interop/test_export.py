@@ -161,6 +161,8 @@ def test_the_command(runs: Path, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float16
     again = sagetrain("export", runs / "llama-tp", tmp_path / "out")
     assert again.returncode == 2 and "choose another folder" in again.stderr
+    by_url = sagetrain("export", runs / "llama-tp", f"file://{tmp_path}/by-url")
+    assert by_url.stdout.startswith(f"file://{tmp_path}/by-url: LlamaForCausalLM of step 3, "), by_url
 
 
 def test_the_tokenizer_gives_the_same_ids(runs: Path, model: Path, tmp_path: Path) -> None:
