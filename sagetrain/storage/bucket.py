@@ -186,14 +186,14 @@ class Bucket(Store):
                     print(f"waiting for {where}, for {patience:.0f} s: {text}", file=sys.stderr, flush=True)
                     said = True
                 if time.monotonic() + wait > began + patience:
-                    why = f"{text} (tried for {patience:.0f} s)"
+                    expired = kind == "expired"
+                    why = f"{text} (tried for {patience:.0f} s){f'. {self.rights}' if expired else ''}"
                     if first and status is None:
-                        why += f"; {self.reach}"
+                        why += "" if expired else f"; {self.reach}"
                         _SILENT[self._url] = time.monotonic(), why
                         # The endpoint may be another one at the next call.
                         self.connect.cache_clear()
-                    expired = PermissionError(f"{where}: {why}. {self.rights}")
-                    raise expired if kind == "expired" else OSError(f"{where}: {why}") from error
+                    raise (PermissionError if expired else OSError)(f"{where}: {why}") from error
                 time.sleep(wait * (0.5 + random.random()))
                 wait = min(2 * wait, 20.0)
 
@@ -209,7 +209,7 @@ def _judged(error: Exception) -> tuple[str, int | None]:
         return "refused", status
     if isinstance(error, FileNotFoundError):
         return "missing", status
-    if "ExpiredToken" in told or code == 401:
+    if "ExpiredToken" in told or code == 401 or type(error).__name__ == "DefaultCredentialsError":
         return "expired", status
     if isinstance(error, PermissionError) or type(error).__name__ in _NO_CREDENTIALS or text.startswith("Forbidden: "):
         return "denied", status
@@ -224,6 +224,8 @@ def _text_of(error: BaseException) -> str:
         return "no answer in time"
     if type(error).__module__ == "gcsfs.retry" and (cause := error.__cause__):  # Credentials cannot be renewed.
         return str(cause.args[0] if cause.args else cause)
+    if type(error).__name__ == "DefaultCredentialsError":  # The file of Google's credentials cannot be read.
+        return ": ".join(map(str, error.args))
     text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error)
     return " ".join(text.split()) or repr(error)
 

@@ -8,6 +8,7 @@ file has another one by then; 0 stands for no file.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,7 +33,9 @@ def _filesystem(process: int) -> Any:
             return (await self._call("POST", f"{self._location}/upload/storage/v1/b/{bucket}/o", **how))[0]
 
     timeout = ClientTimeout(total=None, sock_connect=5, sock_read=60)
-    return Once(skip_instance_cache=True, use_listings_cache=False, requests_timeout=timeout)
+    # Without a token gcsfs passes over a key that it cannot read, and goes on without credentials.
+    token = "google_default" if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") else None
+    return Once(token=token, skip_instance_cache=True, use_listings_cache=False, requests_timeout=timeout)
 
 
 class GS(Bucket):

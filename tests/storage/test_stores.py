@@ -218,11 +218,18 @@ def test_a_first_call_has_time_for_its_data(bucket: Bucket, monkeypatch) -> None
 
 
 def test_credentials_of_google(servers, tmp_path, monkeypatch) -> None:
-    """An error says where credentials come from if there are none, or if their account is gone."""
+    """An error says where credentials come from if there are none, if their file cannot be read, or if their account
+    is gone."""
     google, key = servers("gs"), tmp_path / "key.json"
     store = store_at(UrlPath(f"{google.url}/{tmp_path.name}"), patience=0.5)
     key.write_text(Path(google.environment["GOOGLE_APPLICATION_CREDENTIALS"]).read_text().replace(TOKENS, GONE))
-    for path, text in ((key, "invalid_grant: account not found"), (tmp_path / "none", "Anonymous caller")):
+    (half := tmp_path / "half.json").write_text('{"type": "service_account"}')
+    cases = [
+        (key, "invalid_grant: account not found"), (tmp_path / "none", f"File {tmp_path}/none was not found"),
+        (half, rf"Failed to load .* from {half}: .*missing fields client_email"), ("", "Anonymous caller"),
+    ]  # fmt: skip
+    for path, text in cases:
+        monkeypatch.setattr(buckets, "_SILENT", {})
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
         GS.connect.cache_clear()
         with pytest.raises(PermissionError, match=f"{google.url}/{tmp_path.name}/a: {text}.*tried for 0 s.*GOOGLE_APP"):
@@ -251,7 +258,7 @@ def test_a_bucket_that_never_answers_is_said_soon(
         monkeypatch.setenv(endpoint, f"http://127.0.0.1:{server.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "key")
-        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "none")
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "")
         monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
         monkeypatch.setenv("NO_GCE_CHECK", "true")
         for key, url in (
