@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from emulated_forward import assert_close, assert_non_finite_values_propagate, inputs
+from emulated_forward import assert_close, assert_non_finite_values_propagate, assert_sinks_are_another_score, inputs
 from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
 from sagekernels.call import Call
@@ -156,16 +156,7 @@ def test_strides_and_slices(kernels):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sinks(kernels, head_dim):
-    """Sinks of any size are relative to a mean of K that is as large as its noise. Minus infinity changes no bit."""
-    q, k, v = inputs(1, [(2, 150, heads, head_dim) for heads in (4, 2, 2)])
-    for window in (None, 40):
-        how = {"bounds": Shape(n_q=150, window=window).bounds(), "half_sums": head_dim == 128}
-        found = emulated(kernels, q, k + 1, v, True, sinks=torch.tensor([0.0, 6.0, -1e4, 1e4]), **how)
-        assert_close(*found)
-        assert not found[0][:, :, 3].any()
-    *none, _, _ = emulated(kernels, q, k, v, True, **how)
-    *infinite, _, _ = emulated(kernels, q, k, v, True, sinks=torch.full((4,), -math.inf), **how)
-    assert all(map(torch.equal, none, infinite))
+    assert_sinks_are_another_score(functools.partial(emulated, kernels, half_sums=head_dim == 128), head_dim)
 
 
 def test_non_finite_values_propagate_and_zeros_do_not(kernels):
@@ -173,14 +164,8 @@ def test_non_finite_values_propagate_and_zeros_do_not(kernels):
 
 
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
-def test_mistakes_are_found(kernels, right, mistake):
-    """One of two inputs and several seeds finds each mistake, by a message or by other bits than without it."""
-    assert wrong_results(functools.partial(mistaken, kernels), right, mistake, seeds=2)
-
-
-@pytest.fixture(scope="module")
-def right(kernels):
-    return functools.cache(lambda case: mistaken(kernels, case))
+def test_mistakes_are_found(kernels, mistake):
+    assert wrong_results(mistaken, kernels, mistake, seeds=2)
 
 
 def mistaken(kernels, case, **options):

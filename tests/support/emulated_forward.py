@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sagekernels.testing import rel_l2
+from sagekernels.testing import Shape, rel_l2
 
 
 def inputs(seed: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -21,7 +21,22 @@ def assert_close(o: Tensor, lse: Tensor, o_twin: Tensor, lse_twin: Tensor) -> No
     assert torch.allclose(lse, lse_twin, atol=1e-4, rtol=1e-5)
 
 
-def assert_non_finite_values_propagate(emulated: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
+def assert_sinks_are_another_score(emulated: Callable[..., Sequence[Tensor]], head_dim: int) -> None:
+    """Check sinks of any size beside the twin's. They are relative to a mean of K that is as large as its noise. Minus
+    infinity changes no bit."""
+    q, k, v = inputs(1, [(2, 150, heads, head_dim) for heads in (4, 2, 2)])
+    for window in (None, 40):
+        bounds = Shape(n_q=150, window=window).bounds()
+        found = emulated(q, k + 1, v, True, sinks=torch.tensor([0.0, 6.0, -1e4, 1e4]), bounds=bounds)
+        assert_close(*found)
+        assert not found[0][:, :, 3].any()
+    none, infinite = (
+        emulated(q, k, v, True, bounds=bounds, sinks=sinks)[:2] for sinks in (None, torch.full((4,), -math.inf))
+    )
+    assert all(map(torch.equal, none, infinite))
+
+
+def assert_non_finite_values_propagate(emulated: Callable[..., Sequence[Tensor]]) -> None:
     """Check that an infinite query gives NaN in its row alone, and that a row of zeros gives the twin's result."""
     q, k, v = inputs(0, [(1, 200, 1, 64)] * 3)
     q[0, 20], q[0, 40, 0, 6] = 0, math.inf
