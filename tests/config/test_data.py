@@ -130,11 +130,17 @@ def test_a_weight_is_a_number_or_proportional(weight):
     ("data/train.idx", "leave .idx out: {0}/data/train"),
     ("data", "it is a folder: name one of {0}/data/train, {0}/data/valid"),
     ("text.jsonl", "it is text: make a token file of it with `sagetrain prepare`"),
+    ("links/gone", "{0}/links/gone.bin is a link to nowhere, which is not there: copy the folder with the files that its "
+     "links stand for (cp -rL)"),
+    ("links/annex", "{0}/links/annex.idx is a pointer of git-annex, not the file: run `git annex get` in the folder"),
 ])  # fmt: skip
 def test_a_path_close_to_a_token_file_suggests_the_file(tmp_path, given, fix):
     (tmp_path / "data").mkdir()
     for name in ("data/train.bin", "data/train.idx", "data/valid.bin", "data/valid.idx", "text.jsonl"):
         (tmp_path / name).touch()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/gone.bin").symlink_to("nowhere")
+    (tmp_path / "links/annex.idx").symlink_to("../.git/annex/objects/x/y")
     (finding, *_) = findings(config({"path": f"{tmp_path}/{given}"}), required=True)
     assert (finding.rule, finding.key) == ("data_files", "data.train.0.path")
     assert finding.fix == fix.format(tmp_path)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sagetrain.config.errors import Finding, Level, many
+from sagetrain.config.errors import ConfigError, Finding, Level, is_there, many
 from sagetrain.config.rules import prepared
 from sagetrain.config.rules.findings import About, no_effect, samples_off
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig, is_url
@@ -189,11 +189,14 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
         if cfg.data.tokenizer and Path(cfg.data.tokenizer).is_dir():
             found = [str(file) for name in _TOKENIZERS if (file := Path(cfg.data.tokenizer, name)).is_file()]
             message, fix = "is a folder, not a file", f"name {found[0]}" if found else fix
+        fix = _gone(Path(cfg.data.tokenizer_path)) or fix
         yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
 
 
 def _meant(path: Path) -> str:
     """Return the fix for a path that is not the path of a token file."""
+    if gone := _gone(Path(f"{path}.bin")) or _gone(Path(f"{path}.idx")):
+        return gone
     if path.suffix in (".bin", ".idx") and path.is_file():
         return f"leave {path.suffix} out: {path.with_suffix('')}"
     if path.is_dir() and (there := sorted(str(index.with_suffix("")) for index in path.glob("*.idx"))):
@@ -201,6 +204,15 @@ def _meant(path: Path) -> str:
     if path.is_file():
         return "it is text: make a token file of it with `sagetrain prepare`"
     return _PREPARE
+
+
+def _gone(file: Path) -> str:
+    """Return the message about a link to a file that is gone, or "" for everything else."""
+    try:
+        is_there(file)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _is_unprepared(source: tuple[str, str]) -> bool:
