@@ -13,7 +13,7 @@ from typing import IO
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
-from sagetrain.corpus.blocks import DAMAGED, Content, on_disk, opened
+from sagetrain.corpus.blocks import DAMAGED, Content, on_disk, opened, otherwise
 
 _REST = 1 << 16
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
@@ -120,7 +120,7 @@ def _readable(path: Path) -> Iterator[None]:
             f"{path}: a name in it is not UTF-8, as the archive says that it is ({error.object!r}): unpack it (7z x)"
         ) from error
     except DAMAGED as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}{otherwise(on_disk(path))}") from error
 
 
 def matches(name: str, glob: str) -> bool:

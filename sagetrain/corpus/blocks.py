@@ -53,10 +53,11 @@ def opened(content: Content, start: int = 0) -> Iterator[tuple[IO[bytes], Callab
                 raw.seek(start)
             yield _decompressed(content.name, raw), lambda: content.read(raw)
     except DAMAGED as error:
-        raise ConfigError(f"cannot read {content.name}: {error}{_named_otherwise(content)}") from error
+        raise ConfigError(f"cannot read {content.name}: {error}{otherwise(content)}") from error
 
 
-def _named_otherwise(content: Content) -> str:
+def otherwise(content: Content) -> str:
+    """Say that a content which cannot be read is something else than its name says. Return "" if nothing shows it."""
     with suppress(*DAMAGED), content.raw() as raw:
         return named_otherwise(content.name, raw.read(HEAD))
     return ""

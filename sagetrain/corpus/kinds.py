@@ -14,9 +14,16 @@ from sagetrain.config.errors import ConfigError, pointer
 HEAD = 1 << 12
 """Number of bytes that are looked at."""
 _SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-_MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0", ".zst": b"\x28\xb5\x2f\xfd"}
-"""The first bytes of compressed files, by the suffix of their names."""
-_COMPRESSED = tuple(_MAGIC)
+_BEGINS = {
+    ".gz": rb"\x1f\x8b",
+    ".bz2": rb"BZh",
+    ".xz": rb"\xfd7zXZ\0",
+    ".zst": rb"\x28\xb5\x2f\xfd",
+    ".tar": rb".{257}ustar",
+    ".zip": rb"PK",
+}
+"""The first bytes of compressed files and of archives, by the suffix of their names."""
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class Kind(Enum):
@@ -160,17 +167,21 @@ def _in_full(name: str | os.PathLike[str]) -> str:
 
 
 def named_otherwise(name: str, head: bytes) -> str:
-    """Say that the first bytes of a file, as they are on disk, are those of something else than its name says. Return
-    "" if they are not."""
+    """Say that the first bytes of a file, as they are on disk, are those of something else than its name says, or that
+    a file which cannot be read is damaged behind them. Return "" if they say nothing."""
     if said := pointer("it", head):
         return f"; {said}"
-    own = compression(name)
-    found = next((suffix for suffix, begin in _MAGIC.items() if head.startswith(begin)), "")
-    if found == own or not head:
+    suffix = os.path.splitext(_in_full(name))[1]
+    expected = _BEGINS.get(suffix)
+    if not head:
         return ""
-    if found:
-        return f"; its first bytes are those of a {found} file: rename it to end in {found}"
-    return f"; its first bytes are not those of a {own} file: rename it to end without {own}, or copy it again"
+    if expected and re.match(expected, head, re.DOTALL):
+        return "; it begins as such a file does, so its end is missing or damaged: copy it again"
+    for begin, (what, fix) in _BINARY.items():
+        if re.match(begin, head, re.DOTALL):
+            return f"; it is {what}: {fix}"
+    fix = f"rename it to end without {suffix}, or copy it again"
+    return f"; its first bytes are not those of a {suffix} file: {fix}" if expected else ""
 
 
 def check_head(name: str, head: bytes) -> None:

@@ -130,8 +130,8 @@ def test_a_weight_is_a_number_or_proportional(weight):
     ("data/train.idx", "leave .idx out: {0}/data/train"),
     ("data", "it is a folder: name one of {0}/data/train, {0}/data/valid"),
     ("text.jsonl", "it is text: make a token file of it with `sagetrain prepare`"),
-    ("links/gone", "{0}/links/gone.bin is a link to nowhere, which is not there: copy the folder with the files that its "
-     "links stand for (cp -rL)"),
+    ("links/gone", "{0}/links/gone.bin is a link to nowhere, which is not there: copy the folder with the files that "
+     "its links stand for (cp -rL)"),
     ("links/annex", "{0}/links/annex.idx is a pointer of git-annex, not the file: run `git annex get` in the folder"),
 ])  # fmt: skip
 def test_a_path_close_to_a_token_file_suggests_the_file(tmp_path, given, fix):
