@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +28,6 @@ from sagetrain.engines import fsdp, kept_weights
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.engines.sharding import Unit
-from sagetrain.inference.load import in_training
 from sagetrain.parallel import layers
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors
@@ -303,14 +301,6 @@ def test_a_unit_has_ranks_and_a_divisor_of_its_own() -> None:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
-    """Whether the model that writes samples while training computes what the engine computes."""
-    tokens = torch.arange(tiny.SEQ)[None]
-    batch = Batch(tokens, tokens, None, None, None, sample_ids=[])
-    run = in_training(cfg, engine, cast(Any, SimpleNamespace(vocab_size=tiny.VOCAB)))
-    return torch.equal(run.model(tokens), engine.logits(batch))
-
-
 def noted(engine: fsdp.FsdpEngine, held: list[int]) -> None:
     """Let the engine note before each backward pass how many gradients FSDP would add to."""
     backward = engine.backward
@@ -341,10 +331,10 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
             assert kept / 3 <= of_host["masters"] < 2 * kept / 3
         if stage < 3:
             assert sum(weight.nbytes for weight in engine.gathered().values()) == planned["weights"]
-            assert generates_the_same(cfg, engine)
+            assert tiny.generates_the_same(cfg, engine)
         if stage == 3:
             whole = config(stage, "bf16", parallel={"shard_size": 1})
-            assert generates_the_same(whole, tiny.engine(whole, tiny.join(1)))
+            assert tiny.generates_the_same(whole, tiny.engine(whole, tiny.join(1)))
         engine.weights_changed()
         tiny.global_step(engine, 0)
         noted(engine, held := [])

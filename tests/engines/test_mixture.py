@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +19,6 @@ from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers, every
-from sagetrain.inference.load import in_training
 from sagetrain.model import dispatch
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec, tensors
@@ -364,14 +362,6 @@ def planned(most: list[int], choices: torch.Tensor, *how: Any) -> Rows:
     return rows
 
 
-def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
-    """Whether the model that writes samples while training computes what the engine computes."""
-    tokens = torch.arange(tiny.SEQ)[None]
-    batch = Batch(tokens, tokens, None, None, None, sample_ids=[])
-    run = in_training(cfg, engine, cast(Any, SimpleNamespace(vocab_size=tiny.VOCAB)))
-    return torch.equal(run.model(tokens), engine.logits(batch))
-
-
 def saved_and_continued(
     root: str, dtype: str, of_sizes: dict[tuple[int, ...], ParallelGroups]
 ) -> dict[tuple[str, str], list[float]]:
@@ -387,7 +377,7 @@ def saved_and_continued(
     for name, other in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
         first = engine(name, 3)
         if name == "ZeRO 1" and dtype == "fp32":
-            assert generates_the_same(tiny.on(config(**CASES[name][1] | how), groups[name]), first), name
+            assert tiny.generates_the_same(tiny.on(config(**CASES[name][1] | how), groups[name]), first), name
         take(first, range(1), sequences)
         before = state_of(first)
         own, counted = batches(first.groups, 4, sequences)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch._dynamo.guards
@@ -23,6 +24,7 @@ from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.deepspeed import deepspeed_engine
 from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
+from sagetrain.inference.load import in_training
 from sagetrain.model.activation_offload import ActivationOffload, HostCopies
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
@@ -185,6 +187,13 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
         rows, which = tokens[first : first + 2], [first % len(sources), (first + 1) % len(sources)]
         batches.append(Batch(rows[:, :-1], rows[:, 1:], None, None, None, [], which, min(2, 7 - first)))
     return engine.evaluate(batches, sources)
+
+
+def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
+    """Whether the model that writes samples while training computes what the engine computes."""
+    tokens = torch.arange(SEQ)[None]
+    run = in_training(cfg, engine, cast(Any, SimpleNamespace(vocab_size=VOCAB)))
+    return torch.equal(run.model(tokens), engine.logits(Batch(tokens, tokens, None, None, None, sample_ids=[])))
 
 
 def going_on(engine: Engine, sequences: int = 4) -> list[float]:
