@@ -39,8 +39,8 @@ ENDLESS = (
     "in a copy of the template (inside of {% generation %}, where it has that) and name the copy as the chat template:"
 )
 WRITTEN = (
-    "control tokens that are written in a text are these tokens, as in transformers (their characters, if "
-    'tokenizer_config.json beside the tokenizer says "split_special_tokens": true):'
+    "texts hold control tokens of the tokenizer, and are read with them, as in transformers; to read their characters "
+    'instead, write {"split_special_tokens": true} into tokenizer_config.json beside the tokenizer:'
 )
 UNKNOWN = (
     "characters or words that the tokenizer has no token for are its unknown token, so that a model can neither read "
