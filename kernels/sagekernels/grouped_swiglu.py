@@ -14,15 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .casts import DTYPES, magnitudes, widened
-from .grouped import TILE, Rows
+from .casts import DTYPES
+from .grouped import Rows
 from .grouped_casts import grouped_largest_twin
 from .launch import ceil_div, on_device_of
 from .operators import by_device
 from .refusals import differentiated_once, refuse_transforms
+from .swiglu import Experts, launched
 
-# A program takes so many rows and columns at a time, until its tile is done.
-ROWS, COLUMNS, STAGES, WARPS = 8, 256, 3, 4
 SUM_CHOICES, SUM_WARPS = 256, 4
 """The choices of a program that adds up the parts of the weights' gradients."""
 
@@ -71,89 +70,6 @@ def of_choices(numbers: Tensor, slot: Tensor) -> Tensor:
 
 
 @triton.jit
-def _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, own, column, columns, stride):
-    """Load weight, gate and up of some rows as float32, with zeros for rows that are not this expert's own."""
-    choice = tl.load(CHOICE + row, mask=own, other=0)
-    weight = tl.load(WEIGHTS + choice, mask=own, other=0.0).to(tl.float32)[:, None]
-    inside = own[:, None] & (column < columns)[None, :]
-    at = GATE_UP + row.to(tl.int64)[:, None] * stride + column[None, :]
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
-    return weight, gate, up, inside
-
-
-@triton.jit
-def _weighted_swiglu_kernel(
-    GATE_UP, WEIGHTS, CHOICE, TILES, OUT, LARGEST, rows, columns, stride, across,
-    MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    NARROW: tl.constexpr,
-):  # fmt: skip
-    """Compute a tile of rows by COLUMNS columns. MEASURED: leave the largest magnitudes of rows, and of each expert's
-    columns, of what is written (see casts.largest_kernel)."""
-    at = TILES + 4 * (tl.program_id(0) // across)
-    expert, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-    for step in tl.range(TILE // ROWS, num_stages=STAGES):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        own = (row < end) & (expert >= 0)
-        weight, gate, up, _ = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, own, column, columns, stride)
-        y = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up * weight).to(OUT.dtype.element_ty)
-        out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(out, y, mask=(row < end)[:, None] & (column < columns)[None, :])
-        if MEASURED:
-            bits = magnitudes(y, NARROW)
-            of_columns = tl.maximum(of_columns, bits)
-            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < end, sem="relaxed")
-    if MEASURED:
-        largest = widened(tl.max(of_columns, 0), NARROW)
-        inside = (column < columns) & (expert >= 0)
-        tl.atomic_max(LARGEST + rows + expert * columns + column, largest, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def _weighted_swiglu_gradients_kernel(
-    GRAD, GATE_UP, WEIGHTS, CHOICE, TILES, OUT, PARTIAL, LARGEST, rows, columns, grad_stride, stride, across,
-    MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    NARROW: tl.constexpr,
-):  # fmt: skip
-    """Compute both gradients of a tile of rows by COLUMNS columns, and the part that these columns have of the weights'
-    gradients."""
-    right = tl.program_id(0) % across
-    at = TILES + 4 * (tl.program_id(0) // across)
-    expert, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    column = right * COLUMNS + tl.arange(0, COLUMNS)
-    of_gates = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-    of_ups = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-    for step in tl.range(TILE // ROWS, num_stages=STAGES):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        long = row.to(tl.int64)[:, None]
-        own = (row < end) & (expert >= 0)
-        weight, gate, up, inside = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, own, column, columns, stride)
-        grad = tl.load(GRAD + long * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        silu = gate * sigmoid
-        tl.store(PARTIAL + row.to(tl.int64) * across + right, tl.sum(grad * silu * up, 1), mask=row < end)
-        grad *= weight
-        of_gate = (grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(OUT.dtype.element_ty)
-        of_up = (grad * silu).to(OUT.dtype.element_ty)
-        out = OUT + long * (2 * columns) + column[None, :]
-        inside = (row < end)[:, None] & (column < columns)[None, :]
-        tl.store(out, of_gate, mask=inside)
-        tl.store(out + columns, of_up, mask=inside)
-        if MEASURED:
-            gate_bits, up_bits = magnitudes(of_gate, NARROW), magnitudes(of_up, NARROW)
-            of_gates, of_ups = tl.maximum(of_gates, gate_bits), tl.maximum(of_ups, up_bits)
-            largest = widened(tl.max(tl.maximum(gate_bits, up_bits), 1), NARROW)
-            tl.atomic_max(LARGEST + row, largest, mask=row < end, sem="relaxed")
-    if MEASURED:
-        inside = (column < columns) & (expert >= 0)
-        of_columns = LARGEST + rows + expert * 2 * columns + column
-        tl.atomic_max(of_columns, widened(tl.max(of_gates, 0), NARROW), mask=inside, sem="relaxed")
-        tl.atomic_max(of_columns + columns, widened(tl.max(of_ups, 0), NARROW), mask=inside, sem="relaxed")
-
-
-@triton.jit
 def _sum_parts_kernel(PARTIAL, SLOT, OF_WEIGHTS, choices, across, CHOICES: tl.constexpr):
     """Add up the parts of the gradient of each choice's weight, from the first column on."""
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
@@ -177,18 +93,9 @@ def weighted_swiglu_triton(
     gate_up: Tensor, weights: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, measured: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute weighted_swiglu_twin on a GPU, within one rounding, and with `measured` exactly the largest magnitudes of
-    the result (grouped_casts.grouped_largest_twin)."""
-    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
-    rows, columns = len(gate_up), gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, columns)
-    largest, across = _zero_largest(measured, rows, columns, ends), ceil_div(columns, COLUMNS)
-    with on_device_of(gate_up):
-        _weighted_swiglu_kernel[(len(tiles) * across,)](
-            gate_up, weights.contiguous(), choice, tiles, out, largest, rows, columns, gate_up.stride(0), across,
-            MEASURED=measured, TILE=TILE, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES,
-            NARROW=out.dtype == torch.bfloat16, num_warps=WARPS,
-        )  # fmt: skip
-    return out, largest
+    the result."""
+    experts = Experts(weights.contiguous(), choice, tiles, len(ends))
+    return launched(None, gate_up, None, experts, measured)[:2]
 
 
 def weighted_swiglu_gradients_triton(
@@ -197,22 +104,13 @@ def weighted_swiglu_gradients_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute weighted_swiglu_gradients_twin on a GPU, within its rounding, and with `measured` exactly the largest
     magnitudes of the gradients of gate and up."""
-    grad, gate_up = (x if x.stride(1) == 1 else x.contiguous() for x in (grad, gate_up))
-    rows, columns = grad.shape
-    out = gate_up.new_empty(rows, 2 * columns)
+    experts = Experts(weights.contiguous(), choice, tiles, len(ends))
+    out, largest, partial = launched(grad, gate_up, None, experts, measured)
     of_weights = torch.empty(slot.shape, dtype=torch.float32, device=out.device)
-    largest, across = _zero_largest(measured, rows, 2 * columns, ends), ceil_div(columns, COLUMNS)
-    partial = torch.empty(rows, across, dtype=torch.float32, device=out.device)
-    with on_device_of(out):
-        _weighted_swiglu_gradients_kernel[(len(tiles) * across,)](
-            grad, gate_up, weights.contiguous(), choice, tiles, out, partial, largest,
-            rows, columns, grad.stride(0), gate_up.stride(0), across,
-            MEASURED=measured, TILE=TILE, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES,
-            NARROW=out.dtype == torch.bfloat16, num_warps=WARPS,
-        )  # fmt: skip
-        if slot.numel():
+    if slot.numel():
+        with on_device_of(out):
             _sum_parts_kernel[(ceil_div(slot.numel(), SUM_CHOICES),)](
-                partial, slot, of_weights, slot.numel(), across, CHOICES=SUM_CHOICES, num_warps=SUM_WARPS
+                partial, slot, of_weights, slot.numel(), partial.shape[1], CHOICES=SUM_CHOICES, num_warps=SUM_WARPS
             )
     return out, of_weights, largest
 

@@ -6,6 +6,8 @@ three matrices are read and two written. The result itself stays plain torch, so
 operations before and after.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -13,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .casts import DTYPES, largest_twin, magnitudes, widened
+from .casts import DTYPES, largest_twin, magnitudes, tile_of, widened
+from .grouped import TILE
 from .launch import ceil_div, on_device_of
 from .operators import by_device
 from .refusals import differentiated_once, refuse_transforms
 
-# A program takes so many rows and columns at a time, and STEPS such pieces, one below the other. It then leaves the
-# largest magnitudes of its columns.
-ROWS, COLUMNS, STEPS, STAGES, WARPS = 8, 256, 16, 3, 4
+# A program takes so many rows and columns at a time, until its tile of TILE rows is done. It then leaves the largest
+# magnitudes of its columns.
+ROWS, COLUMNS, STAGES, WARPS = 8, 256, 3, 4
 
 
 def swiglu_twin(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,86 +43,151 @@ def swiglu_gradients_twin(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tenso
 
 
 @triton.jit
-def _swiglu_kernel(
-    GATE, UP, OUT, LARGEST, rows, columns, gate_stride, up_stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """Compute silu(gate) * up, and leave the largest magnitudes of what is written (see casts.largest_kernel)."""
-    first = tl.program_id(0) // across * (ROWS * STEPS)
-    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-    for step in tl.range(STEPS, num_stages=STAGES):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        long = row.to(tl.int64)[:, None]
-        gate = tl.load(GATE + long * gate_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(UP + long * up_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        y = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(OUT.dtype.element_ty)
-        tl.store(OUT + long * columns + column[None, :], y, mask=inside)
-        bits = magnitudes(y, NARROW)
-        of_columns = tl.maximum(of_columns, bits)
-        tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
-    largest = widened(tl.max(of_columns, 0), NARROW)
-    tl.atomic_max(LARGEST + rows + column, largest, mask=column < columns, sem="relaxed")
+def _load_halves(GATE, UP, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride):
+    """Load weight, gate and up of some rows as float32, with zeros for rows that are not `own`. Without WEIGHTS the
+    weight is 1. Without UP, up lies behind gate."""
+    weight = 1.0
+    if WEIGHTS is not None:
+        choice = tl.load(CHOICE + row, mask=own, other=0)
+        weight = tl.load(WEIGHTS + choice, mask=own, other=0.0).to(tl.float32)[:, None]
+    inside = own[:, None] & (column < columns)[None, :]
+    long = row.to(tl.int64)[:, None]
+    at = GATE + long * gate_stride + column[None, :]
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    at = at + columns if UP is None else UP + long * up_stride + column[None, :]
+    up = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return weight, gate, up, inside
 
 
 @triton.jit
-def _swiglu_gradients_kernel(
-    GRAD, GATE, UP, OUT, LARGEST, rows, columns, grad_stride, gate_stride, up_stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
+def swiglu_kernel(
+    GATE, UP, WEIGHTS, CHOICE, TILES, OUT, LARGEST, rows, columns, gate_stride, up_stride, across,
+    MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Compute both gradients, and leave the largest magnitudes of what is written."""
-    first = tl.program_id(0) // across * (ROWS * STEPS)
+    """Compute a tile of rows by COLUMNS columns, of one matrix or of experts (casts.tile_of). MEASURED: leave largest
+    magnitudes of rows, and of each expert's columns, of what is written (see casts.largest_kernel)."""
+    expert, first, end = tile_of(TILES, tl.program_id(0) // across, rows, 0, TILE, False)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    for step in tl.range(TILE // ROWS, num_stages=STAGES):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        own = (row < end) & (expert >= 0)
+        weight, gate, up, _ = _load_halves(
+            GATE, UP, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride
+        )  # fmt: skip
+        y = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up * weight).to(OUT.dtype.element_ty)
+        out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(out, y, mask=(row < end)[:, None] & (column < columns)[None, :])
+        if MEASURED:
+            bits = magnitudes(y, NARROW)
+            of_columns = tl.maximum(of_columns, bits)
+            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < end, sem="relaxed")
+    if MEASURED:
+        largest = widened(tl.max(of_columns, 0), NARROW)
+        inside = (column < columns) & (expert >= 0)
+        tl.atomic_max(LARGEST + rows + expert * columns + column, largest, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def swiglu_gradients_kernel(
+    GRAD, GATE, UP, WEIGHTS, CHOICE, TILES, OUT, PARTIAL, LARGEST,
+    rows, columns, grad_stride, gate_stride, up_stride, across,
+    MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """Compute both gradients of a tile of rows by COLUMNS columns, and the part that these columns have of the weights'
+    gradients."""
+    expert, first, end = tile_of(TILES, tl.program_id(0) // across, rows, 0, TILE, False)
+    right = tl.program_id(0) % across
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
     of_gates = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
     of_ups = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-    for step in tl.range(STEPS, num_stages=STAGES):
+    for step in tl.range(TILE // ROWS, num_stages=STAGES):
         row = first + step * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        own = (row < end) & (expert >= 0)
+        weight, gate, up, inside = _load_halves(
+            GATE, UP, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride
+        )  # fmt: skip
         long = row.to(tl.int64)[:, None]
-        gate = tl.load(GATE + long * gate_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(UP + long * up_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(GRAD + long * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        if WEIGHTS is not None:
+            tl.store(
+                PARTIAL + row.to(tl.int64) * across + right, tl.sum(grad * (gate * sigmoid) * up, 1), mask=row < end
+            )
+        grad *= weight
         of_gate = (grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(OUT.dtype.element_ty)
         of_up = (grad * (gate * sigmoid)).to(OUT.dtype.element_ty)
         out = OUT + long * (2 * columns) + column[None, :]
+        inside = (row < end)[:, None] & (column < columns)[None, :]
         tl.store(out, of_gate, mask=inside)
         tl.store(out + columns, of_up, mask=inside)
-        gate_bits, up_bits = magnitudes(of_gate, NARROW), magnitudes(of_up, NARROW)
-        of_gates, of_ups = tl.maximum(of_gates, gate_bits), tl.maximum(of_ups, up_bits)
-        largest = widened(tl.max(tl.maximum(gate_bits, up_bits), 1), NARROW)
-        tl.atomic_max(LARGEST + row, largest, mask=row < rows, sem="relaxed")
-    of_columns = LARGEST + rows + column
-    tl.atomic_max(of_columns, widened(tl.max(of_gates, 0), NARROW), mask=column < columns, sem="relaxed")
-    tl.atomic_max(of_columns + columns, widened(tl.max(of_ups, 0), NARROW), mask=column < columns, sem="relaxed")
+        if MEASURED:
+            gate_bits, up_bits = magnitudes(of_gate, NARROW), magnitudes(of_up, NARROW)
+            of_gates, of_ups = tl.maximum(of_gates, gate_bits), tl.maximum(of_ups, up_bits)
+            largest = widened(tl.max(tl.maximum(gate_bits, up_bits), 1), NARROW)
+            tl.atomic_max(LARGEST + row, largest, mask=row < end, sem="relaxed")
+    if MEASURED:
+        of_columns = LARGEST + rows + expert * 2 * columns + column
+        inside = (column < columns) & (expert >= 0)
+        tl.atomic_max(of_columns, widened(tl.max(of_gates, 0), NARROW), mask=inside, sem="relaxed")
+        tl.atomic_max(of_columns + columns, widened(tl.max(of_ups, 0), NARROW), mask=inside, sem="relaxed")
 
 
-def _launch(kernel: triton.JITFunction, parts: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch a kernel of matrices of one shape [rows, columns], and return its result [rows, parts columns] and the
-    largest magnitudes."""
-    inputs = tuple(x if x.stride(1) == 1 else x.contiguous() for x in inputs)
-    rows, columns = inputs[0].shape
-    out = inputs[-1].new_empty(rows, parts * columns)
-    largest = torch.zeros(rows + parts * columns, dtype=torch.int32, device=out.device)
-    across, down = ceil_div(columns, COLUMNS), ceil_div(rows, ROWS * STEPS)
+class Experts(NamedTuple):
+    """The rows of a mixture whose SwiGLU has weights, as the kernels read them."""
+
+    weights: Tensor | None = None
+    choice: Tensor | None = None
+    tiles: Tensor | None = None
+    count: int = 1
+
+
+_DENSE = Experts()
+
+
+def launched(
+    grad: Tensor | None, gate: Tensor, up: Tensor | None, experts: Experts = _DENSE, measured: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch the kernel of the gradients, or without `grad` that of the result. Without `up` gate has the columns of
+    both.
+
+    Returns:
+        The result [rows, columns], or gradients [rows, 2 columns]; their largest magnitudes, if they are to be
+        `measured`; and the parts of the weights' gradients, if there are any.
+    """
+    grad, gate, up = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (grad, gate, up))
+    rows, columns = len(gate), gate.shape[1] // (2 if up is None else 1)
+    out = gate.new_empty(rows, columns if grad is None else 2 * columns)
+    numbers = rows + experts.count * out.shape[1] if measured else 0
+    largest = torch.zeros(numbers, dtype=torch.int32, device=out.device)
+    across, down = ceil_div(columns, COLUMNS), ceil_div(rows, TILE) if experts.tiles is None else len(experts.tiles)
+    sizes = (gate.stride(0), 0 if up is None else up.stride(0), across)
+    how = {"MEASURED": measured, "TILE": TILE, "ROWS": ROWS, "COLUMNS": COLUMNS, "STAGES": STAGES}
+    how |= {"NARROW": out.dtype == torch.bfloat16, "num_warps": WARPS}
+    partial = None
     with on_device_of(out):
-        kernel[(across * down,)](
-            *inputs, out, largest, rows, columns, *(x.stride(0) for x in inputs), across,
-            ROWS=ROWS, COLUMNS=COLUMNS, STEPS=STEPS, STAGES=STAGES, NARROW=out.dtype == torch.bfloat16, num_warps=WARPS,
-        )  # fmt: skip
-    return out, largest
+        if grad is None:
+            swiglu_kernel[(across * down,)](gate, up, *experts[:3], out, largest, rows, columns, *sizes, **how)
+        else:
+            if experts.weights is not None:
+                partial = torch.empty(rows, across, dtype=torch.float32, device=out.device)
+            swiglu_gradients_kernel[(across * down,)](
+                grad, gate, up, *experts[:3], out, partial, largest, rows, columns, grad.stride(0), *sizes, **how
+            )
+    return out, largest, partial
 
 
 def swiglu_triton(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Compute swiglu_twin on a GPU. The result is within one rounding, and the largest magnitudes are exactly its."""
-    return _launch(_swiglu_kernel, 1, gate, up)
+    return launched(None, gate, up)[:2]
 
 
 def swiglu_gradients_triton(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Compute swiglu_gradients_twin on a GPU, within its rounding. The largest magnitudes are exactly those of the
     result."""
-    return _launch(_swiglu_gradients_kernel, 2, grad, gate, up)
+    return launched(grad, gate, up)[:2]
 
 
 def _swiglu_fake(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

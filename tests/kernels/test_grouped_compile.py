@@ -1,5 +1,6 @@
 """The Triton kernels of mixtures of experts compile without a GPU, with the instructions of the hardware."""
 
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -9,10 +10,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compile
 
-from sagekernels import casts, grouped, grouped_casts
+from sagekernels import casts, grouped, grouped_casts, grouped_swiglu
 from sagekernels import grouped_products as products
-from sagekernels import grouped_swiglu as swiglu
 from sagekernels.int8_matmul import GROUP, TILES
+
+# The package has a function of this name.
+swiglu = importlib.import_module("sagekernels.swiglu")
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
@@ -130,12 +133,12 @@ def test_casts_compile(architecture, number, apart, tmp_path):
 def test_weighted_swiglu_compiles(architecture, tmp_path):
     """Every load and store of a matrix has 16 bytes a thread. There are no atomics of floats."""
     constants = {name: getattr(swiglu, name) for name in ("ROWS", "COLUMNS", "STAGES", "TILE")}
+    constants |= {"UP": None, "MEASURED": True, "NARROW": True}
     types = dict.fromkeys(("WEIGHTS", "PARTIAL", "OF_WEIGHTS"), "*fp32")
-    for kernel in (swiglu._weighted_swiglu_kernel, swiglu._weighted_swiglu_gradients_kernel):
-        constants |= {"MEASURED": True, "NARROW": True}
+    for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_gradients_kernel):
         made = compiled(kernel, architecture, constants, types, num_warps=swiglu.WARPS)
         ptx = made.asm["ptx"]
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) or "cp.async.cg" in ptx
         assert "st.global.v4.b32" in ptx and not re.search(r"(red|atom)\S*\.f32", ptx)
         assert stack(made, tmp_path) == 0
-    compiled(swiglu._sum_parts_kernel, architecture, {"CHOICES": 256}, types, num_warps=swiglu.SUM_WARPS)
+    compiled(grouped_swiglu._sum_parts_kernel, architecture, {"CHOICES": 256}, types, num_warps=4)

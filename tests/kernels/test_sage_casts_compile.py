@@ -83,9 +83,10 @@ def test_codes_are_transposed_as_words(x):
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_swiglu_compiles(architecture):
     """Every load and store has 16 bytes a thread."""
-    constants = {name: getattr(swiglu, name) for name in ("ROWS", "COLUMNS", "STEPS", "STAGES")}
-    for kernel in (swiglu._swiglu_kernel, swiglu._swiglu_gradients_kernel):
-        ptx = ptx_of(kernel, architecture, swiglu.WARPS, {**constants, "NARROW": True})
+    constants = {name: getattr(swiglu, name) for name in ("ROWS", "COLUMNS", "STAGES", "TILE")}
+    constants |= {"NARROW": True, "MEASURED": True, **dict.fromkeys(("WEIGHTS", "CHOICE", "TILES"))}
+    for kernel, more in ((swiglu.swiglu_kernel, {}), (swiglu.swiglu_gradients_kernel, {"PARTIAL": None})):
+        ptx = ptx_of(kernel, architecture, swiglu.WARPS, {**constants, **more})
         assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
         moved = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]
         assert moved and all("v4.b32" in line for line in moved)

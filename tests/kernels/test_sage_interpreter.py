@@ -277,7 +277,7 @@ else:
     def test_swiglu_and_its_gradients(dtype, monkeypatch):
         """There is more than one program each way, sizes fill no tile, and there are strides. The largest magnitudes
         are those of what was written, and a cast with them has the bits of one without."""
-        monkeypatch.setattr(sys.modules["sagekernels.swiglu"], "STEPS", 2)  # The package has a function of this name.
+        monkeypatch.setattr(sys.modules["sagekernels.swiglu"], "TILE", 16)  # The package has a function of this name.
         for rows, columns, magnitude in ((1, 1, 1.0), (20, 300, 1e-2), (9, 257, 20.0), (37, 129, 1.0)):
             inputs = random_swiglu(rows, columns, magnitude, dtype)
             torch.full((rows, 2 * columns), torch.nan, dtype=dtype)  # Results may come to lie in this memory.
