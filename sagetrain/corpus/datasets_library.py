@@ -10,6 +10,7 @@ from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many, pointer_at
 from sagetrain.corpus.chunk import Chunk, Place, root_of
 from sagetrain.corpus.files import Wanted, check_columns
+from sagetrain.data.tokenizer_config import keys_in
 
 
 def load_from_hub(name: str, config_name: str | None, split: str) -> Any:
@@ -46,8 +47,12 @@ def load_saved(path: str, split: str) -> Any:
     try:
         loaded = datasets.load_from_disk(path)
     except Exception as error:  # Files that are something else make the library raise anything.
-        said = max(map(pointer_at, Path(path).rglob("*"))) or f"{path}: cannot read the saved dataset: {error}"
-        raise ConfigError(said) from error
+        if said := max(map(pointer_at, Path(path).rglob("*"))):
+            raise ConfigError(said) from error
+        if any(keys_in(file).get("_data_files") == [] for file in sorted(Path(path).rglob("*.json"))):
+            raise ConfigError(f"{path}: a saved dataset without rows") from error
+        fix = "copy the folder again, or save it anew (save_to_disk)"
+        raise ConfigError(f"{path}: cannot read the saved dataset: {error}; {fix}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise ConfigError(f"{path}: no split {split!r}; the splits are: {', '.join(loaded)}")

@@ -182,6 +182,10 @@ class Corpus:
         if path.is_file():
             return [self._archive(path, glob) if kind_of(path) is Kind.ARCHIVE else self._file(path)]
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            if config_name:
+                raise ConfigError(
+                    f"{spelled('dataset_config')} {config_name!r}: {source} is saved, and has one alone; leave it out"
+                )
             return [self._dataset(source, lambda: load_saved(source, split), [os.path.abspath(source), split])]
         if path.is_dir():
             found = self._files(path, glob)

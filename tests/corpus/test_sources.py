@@ -241,6 +241,16 @@ def test_wrong_saved_datasets(tmp_path, model):
         quiet([str(tmp_path / "a.txt")], tmp_path / "x", tokenizer=model, dataset_split="dev")
     with pytest.raises(ConfigError, match=r"no key 'body'; the keys are: text"):
         quiet([str(path)], tmp_path / "x", tokenizer=model, text_key="body")
+    with pytest.raises(
+        ConfigError, match=r"--dataset-config 'en': .*saved/train is saved, and has one alone; leave it out"
+    ):
+        quiet([str(path / "train")], tmp_path / "x", tokenizer=model, dataset_config="en")
     next((path / "train").glob("*.arrow")).unlink()
-    with pytest.raises(ConfigError, match="cannot read the saved dataset"):
+    with pytest.raises(ConfigError, match=r"cannot read the saved dataset: .*; copy the folder again, or save it anew"):
         quiet([str(path)], tmp_path / "x", tokenizer=model)
+    (path / "train/state.json").write_text("")
+    with pytest.raises(ConfigError, match=r"train/state\.json is not valid JSON"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model)
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "none")
+    with pytest.raises(ConfigError, match="none: a saved dataset without rows"):
+        quiet([str(tmp_path / "none")], tmp_path / "x", tokenizer=model)
