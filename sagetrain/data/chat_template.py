@@ -279,7 +279,13 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Write plain JSON, as the filter of transformers does. jinja2's own filter escapes <, > and & for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def other(value: Any) -> NoReturn:
+        raise TypeError(f"{value!r} of a table is no JSON; give the record its text, such as {str(value)[:40]!r}")
+
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=other
+    )
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """Kinds of inputs that users had: control tokens in texts, prompts that end inside of a token, pointers of Git LFS."""
 
+import datetime
 import io
 import json
 import os
@@ -330,6 +331,19 @@ def test_what_a_chat_holds_in_vain_is_said(tmp_path: Path) -> None:
     assert (
         "left out: enable_thinking (1 record)" in said and "give objects (json.loads of the text): (1 record)" in said
     )
+
+
+def test_a_date_of_a_table_is_no_json(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"day": datetime.date(2026, 1, 2)}}}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"m": talk}]), tmp_path / "a.parquet")
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|end|>{% endfor %}"
+    file = write_tokenizer(tmp_path / "t", chat_template=template)
+    said = (
+        r"row 1: .*: datetime\.date\(2026, 1, 2\) of a table is no JSON; give the record its text, such as '2026-01-02'"
+    )
+    with pytest.raises(ConfigError, match=said):
+        said_by(tmp_path / "a.parquet", tmp_path / "o/x", tokenizer=file, records=Chats("m", 256))
 
 
 def test_a_template_that_reads_no_message_is_refused(tmp_path: Path) -> None:
