@@ -146,6 +146,11 @@ class _Source:
             if not problems:
                 self.report((), "no configuration: sections such as `model:` are expected at the top level")
             self.raise_problems()
+        if "model_type" in self.tree and "model" not in self.tree:
+            raise ConfigError(
+                f"{self.file} is the config.json of a Hugging Face model: `sagetrain config finetune --model FOLDER` "
+                "writes a configuration that trains it on, and `sagetrain import FOLDER RUN` reads its weights"
+            )
         for override in overrides:
             self._override(override)
         foreign = [(key, value) for key, value in _texts(self.tree) if not is_utf8(value)]

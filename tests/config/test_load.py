@@ -512,3 +512,11 @@ def test_a_key_of_an_earlier_version_says_what_to_write(tmp_path, override, idle
     assert load_config(file, [idle]) == plain
     assert load_config(file, [override], passed_over=heard.append) == plain
     assert "counts for nothing now" in heard[0] and len(heard) == 1
+
+
+def test_the_configuration_of_another_library_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    with pytest.raises(
+        ConfigError, match=r"config\.json is the config\.json of a Hugging Face model: .* import FOLDER"
+    ):
+        load_config(tmp_path / "config.json")
