@@ -26,7 +26,12 @@ Layout = tuple[int, int, int, str, str, str]
 """Tensor-parallel size, context-parallel size, ZeRO stage, dtype, compile backend and recomputation."""
 LAYOUTS: dict[int, list[Layout]] = {
     1: [(1, 1, 0, "fp32", "aot_eager", "none"), (1, 1, 1, "bf16", "", "full")],
-    2: [(1, 1, 2, "bf16", "", "full"), (2, 1, 1, "fp32", "eager", "none"), (1, 2, 2, "fp32", "", "none")],
+    2: [
+        (1, 1, 2, "bf16", "", "full"),
+        (1, 1, 3, "bf16", "", "selective"),
+        (2, 1, 1, "fp32", "eager", "none"),
+        (1, 2, 2, "fp32", "", "none"),
+    ],
 }
 WATCHES = {"noise", "quant_noise", "quant", "norms"}
 """The first words in the names of the observers' numbers."""
