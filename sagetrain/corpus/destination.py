@@ -7,13 +7,13 @@ replaced unless the user asks for it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +225,12 @@ class Destination:
 
 
 def _is_record(file: Path) -> bool:
-    """Whether a file is the record of a token file, which a call that was interrupted at its end may have left."""
+    """Whether a file is the record of a token file, which a call that was interrupted at its end may have left. It is
+    searched where it lies, because texts may be larger than memory. In their JSON such a key would have backslashes."""
     try:
-        return "tokenizer_sha256" in json.loads(file.read_text())
-    except (OSError, ValueError, TypeError):
+        with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
+            return content.find(b'"tokenizer_sha256": ') >= 0
+    except (OSError, ValueError):  # There is none, or an empty one.
         return False
 
 

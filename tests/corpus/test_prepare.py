@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,6 +109,18 @@ def test_a_file_of_something_else_is_not_replaced(tmp_path, model, name, overwri
     with pytest.raises(ConfigError, match=f"{tmp_path / name} is no part of a token file, .* and would be replaced"):
         quiet([str(source)], tmp_path / "train", tokenizer=model, overwrite=overwrite, **options)
     assert (tmp_path / name).read_bytes() == before
+
+
+def test_a_file_of_something_else_is_not_read_to_be_told(tmp_path, model):
+    """The texts of a corpus may be larger than memory."""
+    (tmp_path / "train.json").write_text(json.dumps([{"text": 1000 * "a text "}] * 2000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="is no part of a token file"):
+            quiet([str(tmp_path / "train.json")], tmp_path / "train", tokenizer=model)
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_prepare_has_written_into_a_source_is_no_text(tmp_path, model):
