@@ -161,6 +161,11 @@ class Message(dict[str, Any]):
         self._read |= self._own
         return super().__iter__()
 
+    def __repr__(self) -> str:
+        """Work like dict.__repr__, and remember all keys."""
+        self._read |= self._own
+        return super().__repr__()
+
     def items(self) -> Any:
         """Work like dict.items, and remember all keys."""
         self._read |= self._own

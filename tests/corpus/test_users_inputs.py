@@ -353,6 +353,8 @@ def test_a_template_that_reads_no_message_is_refused(tmp_path: Path) -> None:
             ConfigError, match=r"--chat: the chat template does not read the message of a user.*--chat-t"
         ):
             chat_prompt(template, ours, "hello")
+    for whole in ("{{ messages }}", "{{ messages | tojson }}", "{{ messages[0] }}"):
+        assert ours.decode(chat_prompt(whole, ours, "hello")).count("hello") == 1, whole
 
 
 def test_what_a_template_looks_up_in_vain_is_said(tmp_path: Path) -> None:
