@@ -62,7 +62,7 @@ class DeviceMemory:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._rank = group, group.rank()
+        self._group, self._rank, self._own = group, group.rank(), torch.empty(0)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
         self._beside = self._stream.cuda_stream
@@ -83,7 +83,9 @@ class DeviceMemory:
         """Return new buffers, as Memory.allocate does. The ranks agree that each has its own buffer before they map
         those of the others, because a rank that maps waits for all."""
         torch.cuda.synchronize(self._device)
+        own = self._own
         if complaint := refused(self._group, self._reserve, nbytes):
+            self._own = own  # What this rank has got is of no use, and is lacking elsewhere.
             raise torch.OutOfMemoryError(
                 f"no memory for {nbytes:,} bytes that GPUs of a host copy through: {complaint}"
             )

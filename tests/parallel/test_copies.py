@@ -273,7 +273,8 @@ def _check_agreement() -> list[list[str]]:
         class Refusing(DeviceMemory):
             def __init__(self, ranks: dist.ProcessGroup) -> None:
                 trouble("open")
-                self._group, self._device, self._symmetric = ranks, None, SimpleNamespace(multicast_ptr=0)
+                self._group, self._device, self._own = ranks, None, None
+                self._symmetric = SimpleNamespace(multicast_ptr=0)
 
             def _reserve(self, nbytes: int) -> None:
                 trouble("reserve")
@@ -301,23 +302,27 @@ def _check_growth() -> None:
     """Let one rank have no memory for a larger message: all ranks have the error, and no slot counts as grown."""
 
     class Small(ThreadMemory):
-        _group, _device = dist.group.WORLD, None
+        _group, _device, _own = dist.group.WORLD, None, None
         allocate, _map = DeviceMemory.allocate, ThreadMemory.allocate
 
         def _reserve(self, nbytes: int) -> None:
             if self.rank == 1 and nbytes > 4096:
                 raise RuntimeError("CUDA driver error: out of memory")
+            self._own = torch.empty(nbytes, dtype=torch.uint8)
 
     rank, size = dist.get_rank(), dist.get_world_size()
     with patch.object(torch.cuda, "synchronize"):
-        copied = Copies(rank, size, Small(rank, size))
+        memory = Small(rank, size)
+        copied = Copies(rank, size, memory)
         for length, fits in ((8, True), (4096, False), (4096, False), (16, True)):
             x = torch.arange(length) + rank
             if fits:
                 assert finish(copied.all_gather(x)).tolist() == [i + r for r in range(size) for i in range(length)]
+                own = memory._own
             else:
                 with pytest.raises(torch.OutOfMemoryError, match=r"copy through: rank 1: CUDA driver error"):
                     copied.all_gather(x)
+                assert memory._own is own, "a rank keeps memory that no rank can use"
 
 
 def test_a_rank_without_memory_for_a_larger_message() -> None:
