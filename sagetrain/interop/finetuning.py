@@ -158,7 +158,9 @@ def _sections(model: ModelConfig, attention: AttentionConfig) -> str:
     """Return the sections that the weights decide: the model's shape, and its attention."""
     backend = f"  backend: {attention.backend}"
     given = {"backend": attention.backend, **attention.model_dump(mode="json", exclude_defaults=True)}
-    text = dump({"model": model.model_dump(mode="json"), "attention": given})
+    text = "\n".join(
+        dump({name: keys}) for name, keys in (("model", model.model_dump(mode="json")), ("attention", given))
+    )
     return text.replace(f"{backend}\n", f"{backend} # 16 bits; sage: INT8\n")
 
 
