@@ -3,28 +3,24 @@
 import re
 
 import pytest
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from sagekernels import adamw
+from sass import compiled
 
 
 def ptx_of(architecture: int, eight_bits: bool, master: str) -> str:
     """Compile the kernel as it is launched for pieces whose memory and length are multiples of 16."""
     kernel = adamw._adamw_kernel
     constants = {"EIGHT_BITS": eight_bits, "MASTER": master, "ROWS": adamw.TILES[eight_bits][0], "BLOCK": adamw.BLOCK}
-    types = dict.fromkeys(adamw.Factors._fields, "fp32") | dict.fromkeys(constants, "constexpr")
+    types = {name: "*fp32" for name in kernel.arg_names if name.isupper()} | dict.fromkeys(
+        adamw.Factors._fields, "fp32"
+    )
     types |= dict.fromkeys(("WEIGHT", "REST"), "*fp32" if master == "nearest" else "*bf16")
     types |= dict.fromkeys(("AVERAGE", "SQUARES"), "*u8" if eight_bits else "*bf16")
-    names = kernel.arg_names
-    renamed = {"first_part": "fp32", "second_part": "fp32"}
-    signature = {n: renamed.get(n) or types.get(n) or ("*fp32" if n.isupper() else "i32") for n in names}
-    signature["first"] = "i64"
-    fixed = {(names.index(name),): value for name, value in constants.items()}
-    even = [i for i, name in enumerate(names) if signature[name].startswith("*") or name == "count"]
-    source = ASTSource(kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
+    types |= {"first_part": "fp32", "second_part": "fp32", "first": "i64"}
+    uneven = {name for name in kernel.arg_names if not types.get(name, "").startswith("*")} - {"count"}
     options = {"num_warps": adamw.TILES[eight_bits][1], "enable_fp_fusion": False}
-    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["ptx"]
+    return compiled(kernel, architecture, constants, types, uneven, **options).asm["ptx"]
 
 
 @pytest.mark.parametrize(("architecture", "eight_bits", "master"), [

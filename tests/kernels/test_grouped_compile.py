@@ -2,14 +2,12 @@
 
 import importlib
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel, compile
+from triton.compiler import CompiledKernel
 
+import sass
 from sagekernels import casts, grouped, grouped_casts, grouped_swiglu
 from sagekernels import grouped_products as products
 from sagekernels.int8_matmul import GROUP, TILES
@@ -17,7 +15,6 @@ from sagekernels.int8_matmul import GROUP, TILES
 # The package has a function of this name.
 swiglu = importlib.import_module("sagekernels.swiglu")
 
-TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
 INTEGERS = ("CHOICE", "SLOT", "ENDS", "TILES", "FIRST", "COUNTS", "BEFORE", "LOAD", "LARGEST")
 
@@ -25,22 +22,9 @@ INTEGERS = ("CHOICE", "SLOT", "ENDS", "TILES", "FIRST", "COUNTS", "BEFORE", "LOA
 def compiled(
     function: triton.JITFunction, architecture: int, constants: dict[str, object], types: dict[str, str], **options: int
 ) -> CompiledKernel:
-    """Compile a kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
-    names = function.arg_names
-    known = {**dict.fromkeys(INTEGERS, "*i32"), **types, **dict.fromkeys(constants, "constexpr")}
-    signature = {name: known.get(name, "*bf16" if name.isupper() else "i32") for name in names}
-    fixed = {(names.index(name),): value for name, value in constants.items()}
-    even = [i for i, name in enumerate(names) if not signature[name].startswith(("constexpr", "tensordesc"))]
-    source = ASTSource(function, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
-    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-
-
-def stack(made: CompiledKernel, folder: Path) -> int:
-    """Return the bytes that a thread has in memory for values that do not fit its registers."""
-    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
-    command = [TOOL, "-res-usage", folder / "kernel.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+    matrices = {name: "*bf16" for name in function.arg_names if name.isupper()}
+    types = matrices | dict.fromkeys(INTEGERS, "*i32") | types
+    return sass.compiled(function, architecture, constants, types, **options)
 
 
 @pytest.mark.parametrize("architecture", [80])
@@ -48,14 +32,14 @@ def test_rows_are_planned_and_moved(architecture, tmp_path):
     """Copies have 16 bytes a thread, and counts stay in registers."""
     plan = {"TOP": 8, "PADDED": 128, "TOKENS": grouped.PLAN_TOKENS}
     made = compiled(grouped._place_kernel, architecture, plan, {"CHOICES": "*i64"}, num_warps=grouped.PLAN_WARPS)
-    assert stack(made, tmp_path) == 0
+    assert sass.stack(made, tmp_path) == 0
     compiled(grouped._sum_kernel, architecture, {"BLOCKS": grouped.PLAN_BLOCKS}, {}, num_warps=grouped.PLAN_WARPS)
     compiled(grouped._tiles_kernel, architecture, {"PADDED": 128, "TILE": grouped.TILE, "TABLE": 32}, {}, num_warps=1)
     for kernel in (grouped._gather_kernel, grouped._combine_kernel):
         made = compiled(kernel, architecture, {"TOP": 8, "COLUMNS": 2048}, {}, num_warps=grouped.WARPS)
         moved = [line for line in made.asm["ptx"].splitlines() if re.search(r"(ld|st)\.global\S*\.v", line)]
         assert len(moved) >= 2 and all("v4.b32" in line for line in moved)
-        assert stack(made, tmp_path) == 0
+        assert sass.stack(made, tmp_path) == 0
 
 
 PRODUCTS = {(80, "int8"), (89, "e4m3"), (90, "int8"), (90, "e4m3"), (120, "int8")}
@@ -83,7 +67,7 @@ def test_products_of_codes_use_tensor_cores(architecture, number, tmp_path):
         assert ("cp.async.bulk.tensor" if hopper else "cp.async.cg") in ptx
         assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
         assert not hopper or 2 * (made.metadata.shared + 1024) <= 228 * 1024
-        assert stack(made, tmp_path) == 0
+        assert sass.stack(made, tmp_path) == 0
 
 
 @pytest.mark.parametrize(("architecture", "x"), [(80, "*bf16"), (120, "*fp32")])
@@ -103,7 +87,7 @@ def test_products_in_the_dtype_of_rows_compile(architecture, x, tmp_path):
         )
         assert ("mma.sync" in made.asm["ptx"]) == (x != "*fp32")
         assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
-        assert stack(made, tmp_path) == 0
+        assert sass.stack(made, tmp_path) == 0
 
 
 @pytest.mark.parametrize(("architecture", "number", "apart"), [(80, "int8", False), (90, "e4m3", True)])
@@ -123,7 +107,7 @@ def test_casts_compile(architecture, number, apart, tmp_path):
     made = compiled(kernel, architecture, constants, types, num_warps=casts.ROUND["num_warps"], **options)
     assert "ld.shared" in made.asm["ptx"] and "ld.shared.b8" not in made.asm["ptx"]
     assert number != "int8" or "fma" not in made.asm["ptx"]
-    assert stack(made, tmp_path) == 0
+    assert sass.stack(made, tmp_path) == 0
     constants = {"TOP": 8, "GATHERS": True, "COLUMNS": 2048, "NUMBER": number}
     kernel = grouped_casts._grouped_round_rows_kernel
     compiled(kernel, architecture, constants, types, num_warps=grouped_casts.ROW_WARPS, **options)
@@ -140,5 +124,5 @@ def test_weighted_swiglu_compiles(architecture, tmp_path):
         ptx = made.asm["ptx"]
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) or "cp.async.cg" in ptx
         assert "st.global.v4.b32" in ptx and not re.search(r"(red|atom)\S*\.f32", ptx)
-        assert stack(made, tmp_path) == 0
+        assert sass.stack(made, tmp_path) == 0
     compiled(grouped_swiglu._sum_parts_kernel, architecture, {"CHOICES": 256}, types, num_warps=4)

@@ -1,17 +1,13 @@
 """The product of INT8 matrices compiles on a machine without a GPU, with the instructions of the hardware."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel, compile
+from triton.compiler import CompiledKernel
 
+import sass
 from sagekernels.int8_matmul import GROUP, TILES, ProductTile, codes_kernel
 
-TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # A program may have so many KiB of shared memory.
 
 
@@ -24,21 +20,8 @@ def compiled(tile: ProductTile, architecture: int, out: str = "*bf16") -> Compil
     if described:
         types["A"] = f"tensordesc<i8[{tile.block_m}, {tile.block_k}]>"
         types["B"] = f"tensordesc<i8[{tile.block_n}, {tile.block_k}]>"
-    names = codes_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    fixed = {(names.index(name),): value for name, value in constants.items()}
-    even = [i for i, name in enumerate(names) if not signature[name].startswith(("constexpr", "tensordesc"))]
-    source = ASTSource(codes_kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-
-
-def stack(made: CompiledKernel, folder: Path) -> int:
-    """Return the bytes that a thread has in memory for values that do not fit its registers."""
-    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
-    command = [TOOL, "-res-usage", folder / "kernel.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+    return sass.compiled(codes_kernel, architecture, constants, types, **options)
 
 
 @pytest.mark.parametrize("out", ["*bf16", "*fp16", "*fp32"])
@@ -49,7 +32,7 @@ def test_hopper_multiplies_by_warp_groups_without_spills(out, tmp_path):
     assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", ptx)
     assert "cp.async.bulk.tensor" in ptx and "ld.global.b128" not in ptx
     assert 2 * (made.metadata.shared + 1024) <= 228 * 1024
-    assert stack(made, tmp_path) == 0
+    assert sass.stack(made, tmp_path) == 0
 
 
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
@@ -58,4 +41,4 @@ def test_others_multiply_by_warps(architecture, tmp_path):
     assert re.search(r"mma\.sync\S*\.s32\.s8\.s8", made.asm["ptx"])
     assert "cp.async.cg" in made.asm["ptx"]
     assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
-    assert stack(made, tmp_path) == 0
+    assert sass.stack(made, tmp_path) == 0

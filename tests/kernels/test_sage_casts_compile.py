@@ -4,8 +4,6 @@ import importlib
 import re
 
 import pytest
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from sagekernels import hopper_projection
 from sagekernels.casts import (
@@ -16,6 +14,7 @@ from sagekernels.casts import (
     _round_both_kernel,
     largest_kernel,
 )
+from sass import compiled
 
 # The package has functions of these modules' names.
 qk_norm_rope, swiglu = (importlib.import_module(f"sagekernels.{name}") for name in ("qk_norm_rope", "swiglu"))
@@ -32,17 +31,10 @@ PIECE, ROUND_TILE = ({name: how[name] for name in how if name.isupper()} for how
 def ptx_of(
     function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16", **options: object
 ) -> str:
-    """Compile a kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
-    names = function.arg_names
     codes = dict.fromkeys(("CODES", "TURNED"), CODES[constants.get("NUMBER", "int8")])
-    types = {**dict.fromkeys(MATRICES, x), **POINTERS, **codes, **NUMBERS, **dict.fromkeys(constants, "constexpr")}
-    signature = {name: types.get(name, "i32") for name in names}
-    fixed = {(names.index(name),): value for name, value in constants.items()}
-    even = [name for name in names if name not in (*constants, *NUMBERS, "across")]
-    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
-    source = ASTSource(function, signature, fixed, hints)
-    options["num_warps"] = num_warps
-    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["ptx"]
+    types = {**dict.fromkeys(MATRICES, x), **POINTERS, **codes, **NUMBERS}
+    uneven, options["num_warps"] = (*NUMBERS, "across"), num_warps
+    return compiled(function, architecture, constants, types, uneven, **options).asm["ptx"]
 
 
 @pytest.mark.parametrize("architecture", [89, 90, 100])

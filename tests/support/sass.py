@@ -1,17 +1,49 @@
-"""Read the machine code of a cubin with the tools that triton brings: registers, spills, instructions of the main
-loop."""
+"""Compile Triton kernels without a GPU, and read the machine code of a cubin with the tools that triton brings:
+registers, spills, instructions of the main loop."""
 
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, compile
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);")
 LABEL = re.compile(r"^\s*(\.L\w+):")
+
+
+def compiled(
+    function: triton.JITFunction,
+    architecture: int,
+    constants: Mapping[str, object],
+    types: Mapping[str, str],
+    uneven: Container[str] = (),
+    **options: object,
+) -> CompiledKernel:
+    """Compile a kernel as it is launched for sizes that are multiples of 16, except the `uneven` ones. ptxas takes it.
+    An argument without a type is an integer."""
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    even = [i for i, name in enumerate(names)
+            if not signature[name].startswith(("constexpr", "tensordesc")) and name not in uneven]  # fmt: skip
+    source = ASTSource(function, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def stack(made: CompiledKernel, folder: Path) -> int:
+    """Return the bytes that a thread has in memory for values that do not fit its registers."""
+    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
+    return int(re.search(r"STACK:(\d+)", _said("cuobjdump", "-res-usage", folder / "kernel.cubin"))[1])
+
+
+def _said(tool: str, option: str, file: Path) -> str:
+    return subprocess.run([TOOLS / tool, option, file], capture_output=True, text=True, check=True).stdout
 
 
 class Sass(NamedTuple):
@@ -29,13 +61,9 @@ def disassembled(cubin: bytes, folder: Path, product: str = "HMMA") -> Sass:
     product of a warpgroup."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
-
-    def said(tool: str, option: str) -> str:
-        return subprocess.run([TOOLS / tool, option, file], capture_output=True, text=True, check=True).stdout
-
-    usage = said("cuobjdump", "-res-usage")
+    usage = _said("cuobjdump", "-res-usage", file)
     labels, names, targets = {}, [], []
-    for line in said("nvdisasm", "-c").splitlines():
+    for line in _said("nvdisasm", "-c", file).splitlines():
         if label := LABEL.match(line):
             labels[label[1]] = len(names)
         elif found := INSTRUCTION.match(line):
