@@ -11,12 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sagekernels.backward import _dq_kernel
-from sagekernels.backward_keys import dkdv_kernel
+from sagekernels.backward import _dkdv_kernel, _dq_kernel
 from sagekernels.forward import _forward_kernel
 from sagekernels.launch import TABLE, check_int8, family, launch_tiles
 
-KERNELS = {"forward": _forward_kernel, "dkdv": dkdv_kernel, "dq": _dq_kernel}
+KERNELS = {"forward": _forward_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 INT8 = ("Q8", "K8", "V8T", "Q8T", "K8T", "DO8T")
 SIXTEEN_BITS = ("V", "K", "O", "DO", "DK", "DV", "DQ")
 SHARED_MEMORY = 99  # A program may have so many KiB of shared memory.
