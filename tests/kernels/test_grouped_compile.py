@@ -32,14 +32,14 @@ def test_rows_are_planned_and_moved(architecture, tmp_path):
     """Copies have 16 bytes a thread, and counts stay in registers."""
     plan = {"TOP": 8, "PADDED": 128, "TOKENS": grouped.PLAN_TOKENS}
     made = compiled(grouped._place_kernel, architecture, plan, {"CHOICES": "*i64"}, num_warps=grouped.PLAN_WARPS)
-    assert sass.stack(made, tmp_path) == 0
+    assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
     compiled(grouped._sum_kernel, architecture, {"BLOCKS": grouped.PLAN_BLOCKS}, {}, num_warps=grouped.PLAN_WARPS)
     compiled(grouped._tiles_kernel, architecture, {"PADDED": 128, "TILE": grouped.TILE, "TABLE": 32}, {}, num_warps=1)
     for kernel in (grouped._gather_kernel, grouped._combine_kernel):
         made = compiled(kernel, architecture, {"TOP": 8, "COLUMNS": 2048}, {}, num_warps=grouped.WARPS)
         moved = [line for line in made.asm["ptx"].splitlines() if re.search(r"(ld|st)\.global\S*\.v", line)]
         assert len(moved) >= 2 and all("v4.b32" in line for line in moved)
-        assert sass.stack(made, tmp_path) == 0
+        assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
 
 
 PRODUCTS = {(80, "int8"), (89, "e4m3"), (90, "int8"), (90, "e4m3"), (120, "int8")}
@@ -67,7 +67,7 @@ def test_products_of_codes_use_tensor_cores(architecture, number, tmp_path):
         assert ("cp.async.bulk.tensor" if hopper else "cp.async.cg") in ptx
         assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
         assert not hopper or 2 * (made.metadata.shared + 1024) <= 228 * 1024
-        assert sass.stack(made, tmp_path) == 0
+        assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize(("architecture", "x"), [(80, "*bf16"), (120, "*fp32")])
@@ -87,7 +87,7 @@ def test_products_in_the_dtype_of_rows_compile(architecture, x, tmp_path):
         )
         assert ("mma.sync" in made.asm["ptx"]) == (x != "*fp32")
         assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
-        assert sass.stack(made, tmp_path) == 0
+        assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize(("architecture", "number", "apart"), [(80, "int8", False), (90, "e4m3", True)])
@@ -107,7 +107,7 @@ def test_casts_compile(architecture, number, apart, tmp_path):
     made = compiled(kernel, architecture, constants, types, num_warps=casts.ROUND["num_warps"], **options)
     assert "ld.shared" in made.asm["ptx"] and "ld.shared.b8" not in made.asm["ptx"]
     assert number != "int8" or "fma" not in made.asm["ptx"]
-    assert sass.stack(made, tmp_path) == 0
+    assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
     constants = {"TOP": 8, "GATHERS": True, "COLUMNS": 2048, "NUMBER": number}
     kernel = grouped_casts._grouped_round_rows_kernel
     compiled(kernel, architecture, constants, types, num_warps=grouped_casts.ROW_WARPS, **options)
@@ -124,5 +124,5 @@ def test_weighted_swiglu_compiles(architecture, tmp_path):
         ptx = made.asm["ptx"]
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) or "cp.async.cg" in ptx
         assert "st.global.v4.b32" in ptx and not re.search(r"(red|atom)\S*\.f32", ptx)
-        assert sass.stack(made, tmp_path) == 0
+        assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
     compiled(grouped_swiglu._sum_parts_kernel, architecture, {"CHOICES": 256}, types, num_warps=4)

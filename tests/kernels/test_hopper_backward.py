@@ -10,8 +10,6 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from emulator import Emulated, tensor_map, wrong_results
 from kernel_inputs import call_of
@@ -19,6 +17,7 @@ from sagekernels import hopper_backward, nvrtc
 from sagekernels.hopper_forward import ARCHITECTURE
 from sagekernels.reference import twin_backward, twin_forward, visible
 from sagekernels.testing import Shape, random_inputs, random_sinks
+from sass import compiled
 
 SHARED_MEMORY = 227 * 1024
 INTERFACE = """
@@ -292,11 +291,6 @@ def test_compiles(head_dim, half, tmp_path, monkeypatch):
         nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024}, ARCHITECTURE)
 
 
-def triton_compiled(kernel, types, constants):
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    return compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-
-
 @pytest.mark.parametrize(("turns", "head_dim"), [("*i32", 128), ("constexpr", 64)])
 def test_preparation_compiles(turns, head_dim):
     types = {"DO": "*bf16", "O": "*bf16", "Q8": "*i8", "Q16": "*bf16", "TURNS": turns, "scale_log2": "fp32"}
@@ -305,7 +299,8 @@ def test_preparation_compiles(turns, head_dim):
     constants["FLOATS"] = hopper_backward.FLOATS[head_dim]
     if turns == "constexpr":
         constants |= dict.fromkeys(("TURNS", "SINK_SCORES", "SINK_TERMS"))
-    ptx = triton_compiled(hopper_backward._prepare_queries_kernel, types, constants)
+    kernel = hopper_backward._prepare_queries_kernel
+    ptx = compiled(kernel, 90, constants, types, kernel.arg_names).asm["ptx"]
     assert len(re.findall(r"st\.global\.\w+(\.\w+)? ", ptx)) > 4
 
 
@@ -313,4 +308,5 @@ def test_preparation_compiles(turns, head_dim):
 def test_narrowing_compiles(head_dim, sinks):
     types = dict.fromkeys(("SUM", "SINK_TERMS", "MEAN"), "*fp32") | {"DQ": "*bf16", "scale": "fp32"}
     constants = {"HEAD_DIM": head_dim} | ({} if sinks else dict.fromkeys(("SINK_TERMS", "MEAN")))
-    assert "st.global" in triton_compiled(hopper_backward._finish_dq_kernel, types, constants)
+    kernel = hopper_backward._finish_dq_kernel
+    assert "st.global" in compiled(kernel, 90, constants, types, kernel.arg_names).asm["ptx"]

@@ -32,7 +32,7 @@ def test_hopper_multiplies_by_warp_groups_without_spills(out, tmp_path):
     assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", ptx)
     assert "cp.async.bulk.tensor" in ptx and "ld.global.b128" not in ptx
     assert 2 * (made.metadata.shared + 1024) <= 228 * 1024
-    assert sass.stack(made, tmp_path) == 0
+    assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
@@ -41,4 +41,4 @@ def test_others_multiply_by_warps(architecture, tmp_path):
     assert re.search(r"mma\.sync\S*\.s32\.s8\.s8", made.asm["ptx"])
     assert "cp.async.cg" in made.asm["ptx"]
     assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
-    assert sass.stack(made, tmp_path) == 0
+    assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0

@@ -2,18 +2,15 @@
 
 import contextlib
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from sagekernels.backward import _dkdv_kernel, _dq_kernel
 from sagekernels.forward import _forward_kernel
 from sagekernels.launch import TABLE, check_int8, family, launch_tiles
+from sass import compiled, resources
 
 KERNELS = {"forward": _forward_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 INT8 = ("Q8", "K8", "V8T", "Q8T", "K8T", "DO8T")
@@ -22,7 +19,6 @@ SHARED_MEMORY = 99  # A program may have so many KiB of shared memory.
 # A thread keeps up to so many bytes of registers in memory, over all three loops of a kernel: the measured value, and
 # some reserve.
 SPILLED = {"forward": 64, "dkdv": 560, "dq": 96}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def type_of(name: str, half_sums: bool) -> str:
@@ -35,16 +31,6 @@ def type_of(name: str, half_sums: bool) -> str:
     if name in ("STARTS", "ENDS"):
         return "*i32"
     return "fp32" if name == "scale" else "*fp32" if name.isupper() else "i32"
-
-
-def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
-    """Return the registers of a thread, and the bytes of its stack, where spilled registers are."""
-    (folder / "kernel.cubin").write_bytes(cubin)
-    told = subprocess.run(
-        [CUOBJDUMP, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True
-    )
-    registers, stack = re.search(r"REG:(\d+).*?STACK:(\d+)", told.stdout).groups()
-    return int(registers), int(stack)
 
 
 # Triton makes the same code for 8.0, 8.6 and 8.9. All portable tiles fit the GPU with the least shared memory. Code for
@@ -74,23 +60,17 @@ def test_compiles(kernel, architecture, head_dim, half_sums, tmp_path, monkeypat
     function = KERNELS[kernel]
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    signature = {n: "constexpr" if n in constants else type_of(n, half_sums) for n in names}
-    fixed = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")
-    }
-    compiled = compile(
-        ASTSource(function, signature, fixed, aligned),
-        target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers},
-    )
-    ptx = compiled.asm["ptx"]
-    assert compiled.metadata.shared <= SHARED_MEMORY * 1024
-    registers, stack = resources(compiled.asm["cubin"], tmp_path)
+    types = {name: type_of(name, half_sums) for name in names}
+    uneven = {name for name in names if types[name] == "fp32"}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers}
+    made = compiled(function, architecture, constants, types, uneven, **options)
+    ptx = made.asm["ptx"]
+    assert made.metadata.shared <= SHARED_MEMORY * 1024
+    registers, stack = resources(made.asm["cubin"], tmp_path)
     assert registers * tiles.num_warps * 32 <= 65536
     assert stack <= SPILLED[kernel] * (1.25 if half_sums else 1)  # Sums in float16 have a factor of each row.
     # Portable tiles were chosen so that warps share no row, and no maximum crosses warps.
-    layouts = set(re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", compiled.asm["ttgir"]))
+    layouts = set(re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", made.asm["ttgir"]))
     assert layouts == {(str(tiles.num_warps), "1")}
     assert ".s8.s8" in ptx
     sums = set(re.findall(r"mma\.\S*\.(f16|f32)\.f16\.f16", ptx))

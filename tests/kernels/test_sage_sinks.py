@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from qk_inputs import random_qk
 from sagekernels import (
@@ -33,6 +31,7 @@ from sagekernels.testing import (
     rel_l2,
     results_of,
 )
+from sass import compiled
 
 DOCUMENTS = Shape(1, 420, 420, 4, 2, 64, documents=(100, 1, 63, 220, 36), sinks=True)
 SHAPES = [
@@ -217,17 +216,11 @@ def test_the_operators_keep_torchs_rules(smooth_k: bool) -> None:
     torch.library.opcheck(torch.ops.sagekernels.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def compiled(kernel, types: dict[str, str], constants: dict) -> str:
-    """Return the PTX of a kernel for an H100."""
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    return compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-
-
 def test_kernel_compiles() -> None:
     sizes = {"HEAD_DIM": 64, "BLOCK_D": 64, "ROWS": 64}
     types = {"Q": "*bf16", "scale": "fp32"} | dict.fromkeys(("SCORES", "MEAN", "SINKS"), "*fp32")
     for more in ({}, {"MEAN": None}):
-        assert "st.global" in compiled(_scores_kernel, types, sizes | more)
+        assert "st.global" in compiled(_scores_kernel, 90, sizes | more, types, _scores_kernel.arg_names).asm["ptx"]
 
 
 def test_only_a_function_that_shifts_sinks_is_admitted(monkeypatch) -> None:

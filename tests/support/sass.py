@@ -36,10 +36,12 @@ def compiled(
     return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
-def stack(made: CompiledKernel, folder: Path) -> int:
-    """Return the bytes that a thread has in memory for values that do not fit its registers."""
-    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
-    return int(re.search(r"STACK:(\d+)", _said("cuobjdump", "-res-usage", folder / "kernel.cubin"))[1])
+def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes that it has in memory for values that do not fit them."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    usage = _said("cuobjdump", "-res-usage", folder / "kernel.cubin")
+    registers, stack = re.search(r"REG:(\d+).*?STACK:(\d+)", usage).groups()
+    return int(registers), int(stack)
 
 
 def _said(tool: str, option: str, file: Path) -> str:
@@ -59,11 +61,9 @@ class Sass(NamedTuple):
 def disassembled(cubin: bytes, folder: Path, product: str = "HMMA") -> Sass:
     """Read a cubin of one kernel. Its loop is the longest one with this product of a warp, or the shortest one with a
     product of a warpgroup."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    usage = _said("cuobjdump", "-res-usage", file)
+    registers, stack = resources(cubin, folder)
     labels, names, targets = {}, [], []
-    for line in _said("nvdisasm", "-c", file).splitlines():
+    for line in _said("nvdisasm", "-c", folder / "kernel.cubin").splitlines():
         if label := LABEL.match(line):
             labels[label[1]] = len(names)
         elif found := INSTRUCTION.match(line):
@@ -75,5 +75,4 @@ def disassembled(cubin: bytes, folder: Path, product: str = "HMMA") -> Sass:
     loops = [(labels[t], i) for i, t in enumerate(targets) if t and labels[t] <= i]
     multiplying = [names[a : b + 1] for a, b in loops if product in names[a : b + 1]]
     loop = Counter((max if product == "HMMA" else min)(multiplying, key=len, default=[]))
-    registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
     return Sass(registers, stack, loop)
