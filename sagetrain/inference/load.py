@@ -19,6 +19,7 @@ from sagetrain.config.rules.prepared import CHAT_TEMPLATE
 from sagetrain.config.schema import DataSource, RunConfig, tokenizer_in
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer_config import BESIDE
 from sagetrain.data.tokenizer_copy import kept_templates
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.located import located
@@ -122,9 +123,12 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             )
     tokenizer = Tokenizer.load(file) if trained_with or file.is_file() else None
     if trained_with and tokenizer and tokenizer.sha256 != trained_with:
+        # Beside a SentencePiece model nothing counts.
+        beside = [name for name in BESIDE if file.suffix == ".json" and (file.parent / name).exists()]
+        more = f", and what is part of it beside it as the run wrote it ({', '.join(beside)})" if beside else ""
         raise CheckpointError(
             f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {file} "
-            f"({tokenizer.sha256[:12]}); put that file back"
+            f"({tokenizer.sha256[:12]}); put that file back{more}"
         )
     return OpenRun(cfg, reader, tokenizer, state.identity.vocab_size, state.step, state.tokens)
 

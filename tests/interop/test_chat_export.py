@@ -15,6 +15,7 @@ import tiny
 from prepare_inputs import prepare, published_tokenizer
 from runs import finish, log_of, sagetrain, write_config
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState
+from sagetrain.config.errors import CheckpointError
 from sagetrain.corpus.records import Chats
 from sagetrain.data.chat_template import chat_prompt
 from sagetrain.inference.generate import Sampling, generate
@@ -138,3 +139,12 @@ def test_later_runs_know_what_a_run_began_with() -> None:
     assert positions(run(64, origin(base), rope_theta=1e6)) == 64
     assert positions(run(64, InitFromRecord(checkpoint="of an earlier version"))) == 64
     assert (learned(None, MINE), learned(PUBLISHED, MINE), learned(None, None)) == (MINE, PUBLISHED, None)
+
+
+def test_a_file_beside_a_tokenizer_was_changed(folder: Path, tmp_path: Path) -> None:
+    import_folder(folder, tmp_path / "run")
+    (tmp_path / "run/chat_template.jinja").write_text(MINE)
+    with pytest.raises(
+        CheckpointError, match=r"beside it as the run wrote it \(tokenizer_config\.json, chat_template\.j"
+    ):
+        load_run(tmp_path / "run", print)
