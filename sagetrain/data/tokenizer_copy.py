@@ -387,14 +387,14 @@ def _special_ids(tree: Mapping[str, Any]) -> Iterable[tuple[str, str, int]]:
 
 def _said(missing: Iterable[Stated], known: Container[str], numbers: Mapping[str, int], file: Path) -> list[str]:
     """Return sentences about tokens that were added, and about those that are now found differently."""
-    by_source: dict[tuple[str, bool], list[str]] = {}
+    by_source: dict[tuple[str, bool], dict[str, None]] = {}  # One token may have several names.
     for each in missing:
         text = each.token.content
-        by_source.setdefault((each.source, text in known), []).append(f"{text!r} ({numbers[text]})")
+        by_source.setdefault((each.source, text in known), {})[f"{text!r} ({numbers[text]})"] = None
     return [
-        f"{source} says otherwise than {file.name} how these tokens are found in a text: {_some(texts)}"
+        f"{source} says otherwise than {file.name} how these tokens are found in a text: {_some([*texts])}"
         if there
-        else f"{source} adds tokens that {file.name} lacks: {_some(texts)}"
+        else f"{source} adds tokens that {file.name} lacks: {_some([*texts])}"
         for (source, there), texts in by_source.items()
     ]
 

@@ -245,6 +245,8 @@ def test_what_is_added_and_what_is_left_out_is_said(plain: str, tmp_path: Path) 
     assert (
         len(said) == 1 and "adds tokens that tokenizer.json lacks: '<|im_start|>' (257), '<|im_end|>' (258)" in said[0]
     )
+    said = Tokenizer.load(write(tmp_path / "c", plain, config={"tokenizer_class": "GPT2Tokenizer"})).notes
+    assert any(line.endswith("lacks: '<|endoftext|>' (257)") for line in said), said
     said = Tokenizer.load(write(tmp_path / "b", plain, **CASES["found otherwise than tokenizer.json says"])).notes
     assert (
         len(said) == 1
