@@ -91,7 +91,7 @@ def bits(arm: str, device: torch.device) -> None:
 
 
 def times(precision: str, micro: int, device: torch.device) -> None:
-    layout._not_recorded = lambda cfg, world_size: None
+    layout._not_recorded = lambda cfg: None
     more = ["training.cuda_graphs=auto", "parallel.engine=fsdp"]
     olmoe.load_config = lambda path, keys: load_config(path, [*keys, *more])
     engine: Engine = olmoe.Ours(olmoe.config(f"SageTrain {precision}", 2, micro, 0.003), device).engine

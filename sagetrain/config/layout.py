@@ -86,7 +86,7 @@ class Layout:
         if by_deepspeed:
             stage = min(max(stage, int(cfg.training.dtype == "bf16")), 2)
         world_size = world_size or tensor * context * stages
-        refusal = _not_recorded(cfg, world_size)
+        refusal = _not_recorded(cfg)
         attention = layers(cfg.model)[0].attention
         gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
@@ -187,25 +187,20 @@ def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
     return "deepspeed" if cfg.parallel.gradient_reduction == "bf16" else "fsdp"
 
 
-def _not_recorded(cfg: RunConfig, world_size: int) -> Refusal | None:
+def _not_recorded(cfg: RunConfig) -> Refusal | None:
     parallel, stage, untried = cfg.parallel, cfg.parallel.zero_stage, cfg.training.cuda_graphs == "auto"
-    context, stages = parallel.context_parallel_size, parallel.pipeline_parallel_size
-    gathers = layers(cfg.model)[0].attention.gather_of(parallel.tensor_parallel_size, context) > 1
-    on_cpus = "recorded on CPUs alone, and cuda_graphs: on records them"
+    stages, ranks = parallel.pipeline_parallel_size, parallel.expert_parallel_size
     every = (
         (_engine(cfg) == "deepspeed", "parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step",
          "use fsdp"),
-        (untried and gathers, "parallel.context_parallel_size", context, f"gathered keys were {on_cpus}",
-         "use one that divides the heads"),
-        (untried and cfg.model.experts is not None and world_size > 1, "model.experts", "a section of its own",
-         "mixtures were recorded on one GPU alone, and cuda_graphs: on records them", "use null, or one rank"),
-        (untried and stage == 2, "parallel.zero_stage", stage, f"reductions of every micro-step were {on_cpus}",
-         "use 0 or 1"),
+        (untried and ranks > 1, "parallel.expert_parallel_size", ranks,
+         "exchanges between experts were recorded on CPUs alone, and cuda_graphs: on records them", "use 1"),
+        (untried and stage == 2, "parallel.zero_stage", stage,
+         "reductions of every micro-step were not timed, and cuda_graphs: on records them", "use 0 or 1"),
         (stage == 2 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
          "copies of shards would be reduced in every micro-step at zero_stage 2", "use null, or zero_stage 1"),
-        (stage == 2 and parallel.expert_parallel_size > 1, "parallel.expert_parallel_size",
-         parallel.expert_parallel_size, "copies of experts would be reduced in every micro-step at zero_stage 2",
-         "use 1, or zero_stage 1"),
+        (stage == 2 and ranks > 1, "parallel.expert_parallel_size", ranks,
+         "copies of experts would be reduced in every micro-step at zero_stage 2", "use 1, or zero_stage 1"),
         (stage > 2, "parallel.zero_stage", stage, "weights of blocks come and go in every micro-step", "use 0 to 2"),
         (parallel.offload != "none", "parallel.offload", parallel.offload, "gradients leave the GPU", "use none"),
         (cfg.training.activation_offload, "training.activation_offload", "true", "activations leave the GPU",

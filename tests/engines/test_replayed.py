@@ -342,17 +342,19 @@ def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: s
     assert Layout.of(tiny.config(1)).recorded
 
 
-def test_what_no_gpu_has_recorded_is_recorded_on_request() -> None:
-    """`auto` leaves ZeRO 2, gathered keys and experts of several ranks to the host."""
+def test_what_no_gpu_has_timed_is_recorded_on_request() -> None:
+    """`auto` leaves ZeRO 2, and experts that ranks have between them, to the host."""
     for how, recorded in (("auto", False), ("on", True)):
-        cfg = tiny.config(1, "bf16", training={"cuda_graphs": how}, model={"experts": EXPERTS})
-        assert Layout.of(cfg).recorded and (Layout.of(cfg, 2).recorded, Layout.of(cfg).hooks) == (recorded, "never")
-        cfg = tiny.config(2, "bf16", training={"cuda_graphs": how})
+        training = {"cuda_graphs": how}
+        cfg = tiny.config(2, "bf16", training=training)
         assert (Layout.of(cfg).recorded, Layout.of(cfg).hooks == "never") == (recorded, recorded)
         assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, Layout.of(cfg)))
-        kept = Layout.of(tiny.config(2, "bf16", training={"cuda_graphs": how}, parallel={"shard_size": 1}), 2)
+        kept = Layout.of(tiny.config(2, "bf16", training=training, parallel={"shard_size": 1}), 2)
         assert not kept.recorded and kept.hooks == "every micro-step"
-        cfg = tiny.config(1, "bf16", parallel={"context_parallel_size": 4}, training={"cuda_graphs": how})
-        layout = Layout.of(cfg)
-        assert layout.gather == 2 and layout.recorded == recorded == (layout.not_recorded is None)
-        assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))
+        for parallel, taken in (({}, True), ({"expert_parallel_size": 2}, recorded)):
+            cfg = tiny.config(1, "bf16", training=training, model={"experts": EXPERTS}, parallel=parallel)
+            layout = Layout.of(cfg, 2)
+            assert (layout.recorded, layout.hooks) == (taken, "never"), parallel
+            assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))
+        layout = Layout.of(tiny.config(1, "bf16", parallel={"context_parallel_size": 4}, training=training))
+        assert layout.gather == 2 and layout.recorded and layout.not_recorded is None
