@@ -241,7 +241,6 @@ def test_the_next_copy_is_expected_beside_steps_without_one(monkeypatch) -> None
 @pytest.mark.parametrize(("sections", "key"), [
     ({"parallel": {"zero_stage": 1, "engine": "deepspeed"}}, "parallel.engine"),
     ({"parallel": {"engine": "auto", "gradient_reduction": "bf16"}}, "parallel.gradient_reduction"),
-    ({"parallel": {"engine": "auto"}, "deepspeed": {"seq_parallel_communication_data_type": "bf16"}}, "deepspeed"),
     ({"parallel": {"zero_stage": 1, "pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size"),
     ({"parallel": {"zero_stage": 1, "offload": "optimizer"}}, "parallel.offload"),
     ({"training": {"activation_offload": True, "activation_checkpointing": "full"}}, "training.activation_offload"),

@@ -27,6 +27,10 @@ def copied(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:])
 
 
+RAISED = copied.__code__.co_firstlineno + 3
+"""The line of this file that `copied` raises in."""
+
+
 class Model(nn.Module):
     """It returns its loss and its logits. One of its layers is used twice, one is never used, and one is in fp32 also
     under autocast."""
@@ -131,7 +135,7 @@ def test_a_second_call_before_backward_is_an_error() -> None:
 
 @pytest.mark.parametrize(("how", "words"), [
     ("reads", "HostRead"),
-    ("copies", 'RuntimeError: no copy (test_graphed.py:28: raise RuntimeError("no copy"))'),
+    ("copies", f'RuntimeError: no copy (test_graphed.py:{RAISED}: raise RuntimeError("no copy"))'),
     ("module", "blocks.0 has forward hooks, which would run in no replay"),
     ("gradient", "norm.weight has hooks of its gradient, which would run in no replay"),
     ("no loss", "the model must return one loss, a scalar, and returned 0"),
