@@ -42,7 +42,7 @@ def begin(
     if os.environ.get("LOCAL_RANK", "0") == "0" and nvrtc.available():
         _begin_kernels(cfg, device, dtype)
     if compiled:
-        # Its processes import as much as the compiler itself, so they begin before it, as in torch.compile's own start.
+        # The processes that compile import as much as this one, so they begin first, as in torch.compile's own start.
         import_module("torch._inductor.async_compile").maybe_warm_pool()
         import_module("torch._inductor.compile_fx")
 

@@ -225,8 +225,10 @@ class Destination:
 
 
 def _is_record(file: Path) -> bool:
-    """Whether a file is the record of a token file, which a call that was interrupted at its end may have left. It is
-    searched where it lies, because texts may be larger than memory. In their JSON such a key would have backslashes."""
+    """Return whether a file is the record of a token file. A call that was interrupted at its end may have left one.
+
+    The file is searched where it lies, because texts may be larger than memory. In their JSON such a key would have
+    backslashes."""
     try:
         with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
             return content.find(b'"tokenizer_sha256": ') >= 0

@@ -179,7 +179,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def holds_null(value: Any) -> bool:
-    """Whether a value is null, or NaN as pandas has it, or holds one somewhere."""
+    """Return whether a value is null, or NaN as pandas has it, or holds one somewhere."""
     if isinstance(value, dict):
         return any(map(holds_null, value.values()))
     return any(map(holds_null, value)) if isinstance(value, list) else value is None or value != value

@@ -190,7 +190,7 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
 
 
 def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
-    """Whether the model that writes samples while training computes what the engine computes."""
+    """Return whether the model that writes samples while training computes what the engine computes."""
     tokens = torch.arange(SEQ)[None]
     run = in_training(cfg, engine, cast(Any, SimpleNamespace(vocab_size=VOCAB)))
     return torch.equal(run.model(tokens), engine.logits(Batch(tokens, tokens, None, None, None, sample_ids=[])))
