@@ -132,7 +132,7 @@ def elastic_in_vain() -> str:
         return ""
     return (
         "torchrun has --max-restarts, and its agent hosts the store of the ranks: a host that is lost is neither left "
-        "out nor replaced. If it is to be, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all hosts (docs/cluster.md)"
+        "out nor replaced. If it is to be, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all hosts (docs/failures.md)"
     )
 
 

@@ -66,7 +66,7 @@ class ReplayConfig(Section):
 
     every_steps: PositiveInt | None = None
     """Steps between two comparisons; null: never. A comparison computes one micro-batch more on every rank, and the
-    host launches both computations, which takes as long as several steps of a small model (docs/cluster.md). A step
+    host launches both computations, which takes as long as several steps of a small model (docs/failures.md). A step
     whose hashes differ is refused and taken again, with weights renewed from the masters. The weights of replicas are
     also compared at every save. engine fsdp at zero_stage 0 and 1, without tensor, context and pipeline parallelism; on
     GPUs with attention.backend sage."""

@@ -133,7 +133,7 @@ class TrainingConfig(Section):
     died: by a signal (kill -9, the kernel), by an exception, by a hang, or once by a lack of memory. The process that a
     launcher starts is then a keeper, which has imported everything and forks its rank. Mistakes, full disks, and losses
     that are not finite end the run at once, and so does a death that comes again at the same place. Where torchrun has
-    --max-restarts, a host that is lost or has two deaths is left out (docs/cluster.md). Of the command
+    --max-restarts, a host that is lost or has two deaths is left out (docs/failures.md). Of the command
     `sagetrain train` alone, on Linux."""
     network_interface: Name | None = None
     """Network interface (eth0, ib0) for traffic between ranks. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are set to it.
