@@ -193,7 +193,7 @@ class _Source:
         else:
             if kind == "missing":  # An item is missing in a list of fixed length.
                 path, _, slot = locate(detail["loc"][:-1])
-            self.report(path, _must_be(describe(slot), value, slot.choices), value)
+            self.report(path, _must_be(describe(slot), value, slot.choices, _dotted(path)), value)
 
     def raise_problems(self) -> None:
         """Raise ConfigError with all problems found so far, if there are any."""
@@ -292,10 +292,10 @@ def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
             yield from _texts(each, (*path, key))
 
 
-def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
+def _must_be(slot_text: str, value: Any, choices: Sequence[Any], key: str = "") -> str:
     """Return `must be ...`, with a hint where the mistake is a common one."""
     hint = ""
-    if meant := value_meant(value, choices):
+    if meant := value_meant(value, choices, key):
         hint = f"; did you mean {meant}?"
     elif isinstance(value, str) and "text" not in slot_text and (others := beyond_ascii(value)):
         hint = f"; it has {others}: type it anew"

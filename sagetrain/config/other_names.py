@@ -178,6 +178,8 @@ _VALUES: dict[str, str] = {
     }.items()
     for other in others.split()
 }
+# The key that takes values for which people look at another key.
+_VALUES_ELSEWHERE = {"training.dtype": ("linear.precision", ("fp8", "int8"))}
 _SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
 _SWITCHED = {True: ("on", "full", "before_rope"), False: ("off", "none")}
 
@@ -197,8 +199,9 @@ def key_meant(name: str, section: str) -> str | None:
     return f"the key here is {meant}" if none == meant else f"there is nothing to set here: {none}"
 
 
-def value_meant(value: Any, choices: Sequence[Any]) -> str | None:
-    """Return the choice, and what goes with it, that a switch or another library's word stands for."""
+def value_meant(value: Any, choices: Sequence[Any], key: str = "") -> str | None:
+    """Return the choice, and what goes with it, that a switch or another library's word stands for. The value may also
+    be one of another key than `key`, which is then returned with it."""
     switch = value if isinstance(value, bool) else _SWITCHES.get(value) if isinstance(value, str) else None
     if switch is not None and (word := next((word for word in _SWITCHED[switch] if word in choices), None)):
         return word
@@ -208,4 +211,7 @@ def value_meant(value: Any, choices: Sequence[Any]) -> str | None:
     if word in choices:
         return word
     ours = _VALUES.get(word, "")
+    elsewhere, theirs = _VALUES_ELSEWHERE.get(key, ("", ()))
+    if low := next((each for each in (word, ours) if each in theirs), None):
+        return f"{elsewhere}: {low}"
     return ours if ours.partition(",")[0] in choices else None
