@@ -133,10 +133,10 @@ class Tokenizer:
             raise _no_tokenizer(path, error) from error
         tokenizer.notes = notes
         if tokenizer.eos_id < 0:
-            fix = '; name it in a tokenizer_config.json beside it, as in {"eos_token": "<|endoftext|>"}'
+            usual = "<|endoftext|>" if is_json(model) else "</s>"
             raise ConfigError(
-                f"tokenizer {path} has no end-of-sentence token, which must end every document"
-                f"{fix if is_json(model) else ''}"
+                f"tokenizer {path} has no end-of-sentence token, which must end every document; name it in a "
+                f'tokenizer_config.json beside it, as in {{"eos_token": "{usual}"}}'
             )
         return tokenizer
 

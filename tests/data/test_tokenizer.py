@@ -1,5 +1,7 @@
 """Tokenizers give back exactly the text that went in, are trained alike each time, and name what is wrong."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,3 +114,14 @@ def test_the_path_of_the_tokenizer(tmp_path):
     config = {"train": [{"path": f"{tmp_path}/a/train"}, {"path": "b/train"}], "seq_length": 8, "micro_batch_size": 1}
     assert DataConfig(**config).tokenizer_path == f"{tmp_path}/a/tokenizer.model"
     assert DataConfig(**config, tokenizer="x.model").tokenizer_path == "x.model"
+
+
+def test_a_model_without_eos_says_how_to_name_one(tmp_path) -> None:
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(published_tokenizer(eos_id=-1).model)
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.model has no end-of-sentence token, .*; name it in a .*"
+    ) as refused:
+        Tokenizer.load(file)
+    (tmp_path / "tokenizer_config.json").write_text(re.search(r"\{.*\}", str(refused.value))[0])
+    assert Tokenizer.load(file).spelling(Tokenizer.load(file).eos_id) == "</s>"
