@@ -27,7 +27,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="PATH",
-            help="Evaluate on all of this data: a token file, without suffix, or text as prepare reads it. Repeatable.",
+            help="Evaluate on all of this data: text as prepare reads it, or a token file (NAME, or NAME.bin where a "
+            "text NAME is there). Repeatable.",
         ),
     ] = None,
     stride: Annotated[

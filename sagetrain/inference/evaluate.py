@@ -21,7 +21,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_files import source_names
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
-from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
+from sagetrain.inference.windows import PreparedDocuments, Raw, decoded_bytes, text_of, windows
 from sagetrain.stability.choices import watching
 
 # From this many tokens of the training data, frequencies are off by 0.003 nats if there are 100,000 different ones.
@@ -128,8 +128,8 @@ def evaluate_texts(
     """Compute losses on all of each text. Every token is scored once, in windows as long as the context.
 
     Args:
-        paths: token files (without suffix), or text that `sagetrain prepare` could read. None given: those of
-            data.valid.
+        paths: token files (NAME, or NAME.bin if a file or folder NAME is there), or text that `sagetrain prepare` could
+            read. None given: the token files of data.valid.
         stride: tokens between two windows (inference/windows.py). Default: half of the context.
         text_key: field or column that holds the text.
         report: gets the reason if there are no unigram losses.
@@ -145,10 +145,12 @@ def evaluate_texts(
             f"{spelled('stride')} {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between two "
             f"of them would not be scored; give at most {size:,}"
         )
-    held_out = [] if paths else [source.path for source in _held_out(run)]
-    texts = [text_of(path, run.tokenizer, run.vocab_size, text_key, run.text_prefix) for path in paths or held_out]
+    held_out = [] if paths else _held_out(run)
+    known = run.tokenizer, run.vocab_size
+    texts = [text_of(path, *known, text_key, run.text_prefix) for path in paths]
+    texts += [PreparedDocuments(source.path, source.files, *known) for source in held_out]
     nats, found = _training_nats(run, report), []
-    for name, text in zip(paths or source_names(held_out), texts, strict=True):
+    for name, text in zip(paths or source_names([source.path for source in held_out]), texts, strict=True):
         part = _begin(run, name, nats)
         begun = run.text_prefix and isinstance(text, Raw)
         every = windows(text, size, stride, run.tokenizer.eos_id if run.tokenizer and not begun else -1)

@@ -8,6 +8,7 @@ more context.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -99,12 +100,14 @@ def _leave_out(tokens: np.ndarray, begins: np.ndarray, size: int) -> None:
 def text_of(
     path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: str, prefix: Sequence[int]
 ) -> PreparedDocuments | Raw:
-    """Open token files as a data source names them (a path without suffix, or a pattern), or text, whose documents each
-    follow `prefix`. Raises ConfigError if the files or the text cannot be read, or there is no tokenizer for text."""
+    """Open token files (NAME or NAME.bin, or a pattern of names), or text, whose documents each follow `prefix`. Where
+    a file or folder has the very name NAME, it is the text that is read, and NAME.bin names the token file. Raises
+    ConfigError if the files or the text cannot be read, or there is no tokenizer for text."""
     # A model of pydantic checks that a text is UTF-8 and which URLs it names, and the name of a file need not be UTF-8.
-    checked = is_utf8(path) and not is_url(path)
-    files = (DataSource(path=path) if checked else DataSource.model_construct(path=path)).files
-    if files and token_path(files[0], ".idx").exists():
+    there, checked = os.path.exists(path), is_utf8(path) and not is_url(path)
+    name = path.removesuffix(".bin") if there else path
+    files = (DataSource(path=name) if checked else DataSource.model_construct(path=name)).files
+    if files and token_path(files[0], ".idx").exists() and not (there and name == path):
         return PreparedDocuments(path, files, tokenizer, vocab_size)
     if tokenizer is None:
         raise ConfigError(

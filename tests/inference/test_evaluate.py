@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,25 @@ def test_text_is_the_same_in_every_form(loaded: TrainedRun, texts: Path) -> None
     assert elsewhere == replace(forms[2], counted="in the decoded tokens")
     every = together(forms)
     assert (every.loss, every.bits_per_byte) == pytest.approx((forms[0].loss, forms[0].bits_per_byte))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_text_with_the_name_of_a_token_file_is_the_text(
+    loaded: TrainedRun, texts: Path, tmp_path: Path, folder
+) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(token_path(texts / "prepared/held", suffix), tmp_path / f"held{suffix}")
+    path = str(tmp_path / "held")
+    (alone,) = evaluate_texts(loaded, [path])
+    source = tmp_path / "held/in.txt" if folder else tmp_path / "held"
+    source.parent.mkdir(exist_ok=True)
+    source.write_text("another text")
+    text, tokens = evaluate_texts(loaded, [path, f"{path}.bin"])
+    assert (text.counted, text.bytes) == ("in the text", len("another text"))
+    assert tokens == replace(alone, name=f"{path}.bin")
+    cfg = loaded.cfg.model_copy(update={"data": loaded.cfg.data.model_copy(update={"valid": [DataSource(path=path)]})})
+    (held_out,) = evaluate_texts(replace(loaded, cfg=cfg), stride=16)
+    assert held_out.counted == tokens.counted  # data.valid names token files alone.
 
 
 def test_more_context_helps_and_is_asked_for_by_the_stride(run: Path, texts: Path) -> None:
