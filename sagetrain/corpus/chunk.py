@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from sagetrain.config.arguments import spelled
@@ -16,6 +17,13 @@ T = TypeVar("T")
 _Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 """A function that makes a JSON object of its keys and values."""
 _ARRAY = " (a JSON array? a file of this suffix has one object per line: rename it to end in .json)"
+HASHED_BYTES = 1 << 16
+"""The bytes of a document's beginning that decide its side of a train/valid split."""
+
+
+def place_of(key: bytes) -> int:
+    """Return the place, from 0 to 2^64 - 1, of the document with this beginning. The first ones are held out."""
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 
 from sagetrain.config.arguments import from_python, speak_python
 from sagetrain.config.errors import ConfigError
-from sagetrain.corpus.chunk import Chunk, Place
+from sagetrain.corpus.chunk import HASHED_BYTES, Chunk, Place, place_of
 from sagetrain.corpus.long_texts import pieces
 from sagetrain.corpus.messages import texts_in
 from sagetrain.corpus.notes import APART, ENDLESS, FORGED, REPEATED, UNKNOWN, UNREAD, WRITTEN, Notes
@@ -30,7 +29,6 @@ from sagetrain.corpus.records import Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
-_HASHED_BYTES = 1 << 16
 ALONE_SECONDS = 0.5
 """A worker takes about so many seconds to start. A corpus that takes fewer is encoded without workers."""
 
@@ -123,7 +121,7 @@ class Encoder:
             document.append(np.array(behind, self._dtype))
             around.update([*before, *behind])
             data = text.encode()
-            side = self._side(chunk.split_key or data[:_HASHED_BYTES])
+            side = self._side(chunk.split_key or data[:HASHED_BYTES])
             tokens[side].append(np.concatenate(document))
             num_bytes[side] += len(data)
         parts = {
@@ -160,7 +158,7 @@ class Encoder:
                 each.tokens, each.counted = each.tokens[: records.seq_length], each.counted[: records.seq_length]
                 cut += bool(each.counted.any())
             if each.counted.any():
-                sides[self._side(each.text[:_HASHED_BYTES])].append(each)
+                sides[self._side(each.text[:HASHED_BYTES])].append(each)
         parts = {side: self._packed(rows, records.seq_length) for side, rows in sides.items() if rows}
         too_long = len(found) - len(bad) - sum(map(len, sides.values()))
         first_bad = str(bad[0]) if bad else None
@@ -219,10 +217,7 @@ class Encoder:
         return EncodedPart(np.concatenate(tokens), np.array(lengths), num_bytes, np.concatenate(counted), padding)
 
     def _side(self, key: bytes) -> str:
-        if not self.valid_fraction:
-            return "train"
-        place = int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
-        return "valid" if place < self.valid_fraction * 2**64 else "train"
+        return "valid" if self.valid_fraction and place_of(key) < self.valid_fraction * 2**64 else "train"
 
 
 def _runs(counted: Sequence[bool]) -> list[tuple[int, int]]:

@@ -16,13 +16,12 @@ from typing import Any
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.blocks import Content, blocks, lines
-from sagetrain.corpus.chunk import Broken, Chunk, Place, no_such_key, root_of
+from sagetrain.corpus.chunk import HASHED_BYTES, Broken, Chunk, Place, no_such_key, root_of
 from sagetrain.corpus.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
 
 Chunks = Iterator[Chunk]
 CHUNK_BYTES = 1 << 19
 CHUNK_RECORDS = 4096
-_HASHED_BYTES = 1 << 16
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CUT = 16
 """A mistake this many characters before the end of a text may come from the text being cut inside of a literal or an
@@ -375,7 +374,7 @@ def _read_text(content: Content, separator: bytes, place: Place, start: int, sto
             part = rest.rfind(b"\n", 0, limit) + 1 or _character_boundary(rest[:limit])
             if not cut:
                 continues = split_key is not None
-                split_key = split_key or bytes(rest[:_HASHED_BYTES])
+                split_key = split_key or bytes(rest[:HASHED_BYTES])
                 yield chunk([bytes(rest[:part])], continues, unfinished=True)
             del rest[:part]
     offset = consumed

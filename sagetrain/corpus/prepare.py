@@ -23,6 +23,7 @@ from sagetrain.corpus.outputs import claimed
 from sagetrain.corpus.records import Records, settled
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.sources import Corpus
+from sagetrain.corpus.split import check_split
 from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.data.token_file import read_provenance
 from sagetrain.data.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     request.check()
     there = Destination.of(request)
     corpus = Corpus(request, there.division, request.records)
-    corpus.check_split(request.valid_fraction)
+    check_split(corpus, request.valid_fraction)
     given = None if request.vocab_size else Tokenizer.load(request.tokenizer or tokenizer_in(there.folder))
     records = settled(request.records, given) if request.records else None
     prefix = given.prefix if given and not (records and records.templated) else []

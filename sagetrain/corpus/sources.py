@@ -138,17 +138,6 @@ class Corpus:
         sizes = [each.size for each in self.inputs if each.size is not None]
         return sum(sizes) if len(sizes) == len(self.inputs) else None
 
-    def check_split(self, valid_fraction: float) -> None:
-        """Check that a share of the documents can be held out. Raises ConfigError if there is one document alone."""
-        if valid_fraction and len(self.inputs) == 1 and self.inputs[0].one_document:
-            raise ConfigError(
-                f"{self.inputs[0].name}: {spelled('valid_fraction')} {valid_fraction} needs several documents, and a "
-                "plain text "
-                f"file is one document: say what stands between documents ({spelled('split_on')}), or write it as "
-                ".jsonl, where "
-                f'each line is a document ({{"text": "..."}}), or leave out {spelled("valid_fraction")}'
-            )
-
     def identity(self) -> str:
         """Return a hash of the names, sizes and modification times of all inputs, whatever the part."""
         return sha256(json.dumps([each.identity for each in self.all_inputs]).encode()).hexdigest()

@@ -166,6 +166,24 @@ def test_one_plain_text_file_cannot_be_split(tmp_path, model):
     assert result.counts["train"].documents + result.counts["valid"].documents == 10
 
 
+@pytest.mark.parametrize("asked", [0.0001, 0.9999])
+def test_a_fraction_that_divides_few_whole_files_in_vain(tmp_path, model, asked):
+    (tmp_path / "in").mkdir()
+    for number in range(6):
+        (tmp_path / "in" / f"{number}.txt").write_text(
+            "\n".join([TEXTS[number]] * (1 + CHUNK_BYTES // 8 * (number == 5)))[: 2 * CHUNK_BYTES]
+        )
+    source, said = [str(tmp_path / "in")], []
+    with pytest.raises(
+        ConfigError, match=rf"0\.txt and 5 other inputs: --valid-fraction {asked} of 6 documents"
+    ) as refused:
+        prepare(source, tmp_path / "train", vocab_size=350, valid_fraction=asked, say=said.append)
+    assert said == []  # The error comes before the tokenizer is trained.
+    share, how = re.search(r"use (\S+) or (more|less)$", str(refused.value)).groups()
+    result = quiet(source, tmp_path / "train", tokenizer=model, valid_fraction=float(share))
+    assert result.counts["train" if how == "less" else "valid"].documents >= 1
+
+
 def test_second_file_takes_the_tokenizer_of_its_folder(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     first = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350)
