@@ -244,6 +244,12 @@ class _Nothing(jinja2.Undefined):
             _in_vain.add(str(self._undefined_name))
         return ""
 
+    @property
+    def _undefined_message(self) -> str:
+        if isinstance(self._undefined_obj, Message):
+            return f"a message with the keys {', '.join(self._undefined_obj)} has no {self._undefined_name!r}"
+        return super()._undefined_message
+
 
 @contextmanager
 def looked_up_in_vain() -> Iterator[set[str]]:

@@ -20,7 +20,7 @@ from sagetrain.config.schema import DataConfig
 from sagetrain.corpus import encode, files
 from sagetrain.corpus.notes import Notes
 from sagetrain.corpus.records import Chats, Pairs, records_of
-from sagetrain.data.chat_template import answer_ends
+from sagetrain.data.chat_template import Message, answer_ends, rendered
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -248,6 +248,14 @@ def test_a_template_runs_in_a_sandbox() -> None:
     for attack in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no ' ~ 'tools') }}"):
         with pytest.raises(ValueError, match="the chat template refuses"):
             Chats("m", 99, attack + CHATML).parts({"m": TALK}, {}, Notes())
+
+
+def test_a_key_that_a_message_lacks_is_named() -> None:
+    for lookup in ("messages[0].name.first", "messages[0]['name'].first"):
+        with pytest.raises(
+            ValueError, match=r"refuses 1 of its messages: a message with the keys role, content has no 'name'$"
+        ):
+            rendered(f"{{{{ {lookup} }}}}", [Message({"role": "user", "content": "x"})], {}, False)
 
 
 ENDS = {
