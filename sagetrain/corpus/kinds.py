@@ -175,6 +175,9 @@ def named_otherwise(name: str, head: bytes) -> str:
     expected = _BEGINS.get(suffix)
     if not head:
         return ""
+    # The lowest two bits of the fifth byte are the size of the dictionary's number in a frame of zstd.
+    if suffix == ".zst" and re.match(expected or b"", head) and len(head) > 4 and head[4] & 3:
+        return "; it was compressed with a dictionary, which is not in it: decompress it (zstd -d -D DICTIONARY FILE)"
     if expected and re.match(expected, head, re.DOTALL):
         return "; it begins as such a file does, so its end is missing or damaged: copy it again"
     for begin, (what, fix) in _BINARY.items():

@@ -38,6 +38,11 @@ PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compr
 SEPARATOR = "<|endoftext|>\n"
 
 
+def with_dictionary(content: bytes) -> bytes:
+    dictionary = zstandard.train_dictionary(1 << 10, [b"%d and %d" % (number, number**2) for number in range(2000)])
+    return zstandard.ZstdCompressor(dict_data=dictionary).compress(content)
+
+
 def lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
@@ -421,6 +426,8 @@ REFUSED = {
     "cut.zip": (zipped({"a.txt": b"x"})[:-9], r"cannot read .*; it begins as such a file does, .*copy it again"),
     "h.tar": (tar({"a.txt": b"x"}, gzip.compress), r"cannot read .*; it is compressed with gzip: rename .* in \.gz"),
     "h.jsonl.gz": (zstandard.compress(LINES), r"cannot read .*; it is compressed with Zstandard: .* in \.zst"),
+    "d.jsonl.zst": (with_dictionary(LINES), r"cannot read .*; it was compressed with a dictionary, .*: decompress it"),
+    "d.tar.zst": (tar({"a.txt": b"x"}, with_dictionary), r"cannot read .*; it was compressed with a dictionary, .* -D"),
     "h.jsonl.zst": (LINES, r"cannot read .*h\.jsonl\.zst: .*; .* are not those of a \.zst file: rename it"),
     "h.zip": (zipped({}), "no files in it"),
     "j.tar": (tar({"a.txt": b"x"}) + tar({"b.txt": b"y"}), r"j\.tar: something follows the end of the archive"),
