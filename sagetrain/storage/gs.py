@@ -72,6 +72,7 @@ class GS(Bucket):
 
     def _send(self, name: str, parts: Iterator[bytes], size: int) -> None:
         how: Any = {"uploadType": "resumable", "name": self._key(name), "json": {}}
+        before = self._found(name)
         session = self._again(name, lambda: self._wait("upload", self._bucket, **how))["Location"]
         held, low = 0, 0
 
@@ -91,6 +92,16 @@ class GS(Bucket):
                 held = put(f"{begin}-{low + len(part) - 1}", part[begin - low :])
             held = begin
 
+        def written() -> bool:
+            # The last part makes the file. Another generation tells it from an older file of the same size.
+            return low + len(part) == size and (now := self._found(name)) != before and now[0] == size
+
         for part in parts:
-            self._again(name, lambda: send(part), lambda: self.sizes(name).get(name) == size)  # noqa: B023
+            self._again(name, lambda: send(part), written)  # noqa: B023
             low += len(part)
+
+    def _found(self, name: str) -> tuple[int, str]:
+        """Return the size of a file and its generation, (-1, "") if there is none."""
+        with suppress(FileNotFoundError):
+            return self._again(name, lambda: self._head(name))
+        return -1, ""

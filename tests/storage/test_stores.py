@@ -1,5 +1,6 @@
 """Stores keep their promises: files are whole or absent, one of several writers wins, and faults of a server pass."""
 
+import itertools
 import random
 import shutil
 import socket
@@ -7,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
@@ -173,6 +174,33 @@ def test_answers_of_an_upload_that_are_lost(servers, tmp_path, monkeypatch) -> N
 
     store.write("large", blocks(), len(data))
     assert google.faults() == {"lost": 1} and store.read("large") == data
+
+
+@pytest.mark.parametrize(("lost_at", "carried_out"), [(1, True), (4, False), (4, True)])
+def test_an_upload_that_is_gone_counts_if_its_file_is_there(
+    servers, tmp_path, monkeypatch, lost_at, carried_out
+) -> None:
+    """An older file of the same size is another file."""
+    monkeypatch.setattr(buckets, "_PART", 1 << 18)
+    old, new = (random.Random(seed).randbytes(5 << 18) for seed in (1, 2))
+    store = store_at(UrlPath(f"{servers('gs').url}/{tmp_path.name}"), patience=2.0)
+    store.write("large", blocks_of(old), len(old))
+    wait, parts = GS._wait, itertools.count()
+
+    def losing(self, coroutine: str, *how, **more):
+        if coroutine != "_request":
+            return wait(self, coroutine, *how, **more)
+        lost = (part := next(parts)) >= lost_at
+        answer = wait(self, coroutine, *how, **more) if not lost or (carried_out and part == lost_at) else None
+        if lost:
+            raise FileNotFoundError("no such upload")
+        return answer
+
+    monkeypatch.setattr(GS, "_wait", losing)
+    done = lost_at == 4 and carried_out
+    with nullcontext() if done else pytest.raises(FileNotFoundError, match=r"large: .*no such upload"):
+        store.write("large", blocks_of(new), len(new))
+    assert store.read("large") == (new if done else old)
 
 
 def test_what_does_not_pass_is_said(bucket: Bucket, tmp_path) -> None:
