@@ -96,8 +96,11 @@ _SAMPLES_SHOWN = 6
 def write_report(folders: Sequence[Path], output: Path) -> int:
     """Write the page about these runs, in place of an older one, and return its bytes. Raises ConfigError if a folder
     is not the folder of a run, or the output is a file of something else."""
-    if output.is_file() and (begin := output.read_bytes()[:15]) and begin.lower() != b"<!doctype html>":
-        raise ConfigError(f"{output} is no page, and would be replaced: name another file (--output), or delete it")
+    if output.is_file():
+        with output.open("rb") as file:
+            begin = file.read(15)
+        if begin and begin.lower() != b"<!doctype html>":
+            raise ConfigError(f"{output} is no page, and would be replaced: name another file (--output), or delete it")
     page = render(read_runs(folders)).encode(errors="backslashreplace")
     write_atomic(output, page)
     return len(page)

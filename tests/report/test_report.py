@@ -4,6 +4,7 @@ import html
 import json
 import math
 import re
+import tracemalloc
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -178,6 +179,18 @@ def test_a_file_of_something_else_is_not_replaced(tmp_path: Path) -> None:
             nullcontext() if name == "first.html" else pytest.raises(ConfigError, match=f"{name} is no page, and would")
         ):
             write_report([tmp_path], tmp_path / name)
+
+
+def test_a_large_file_in_the_place_of_the_page_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(1 << 26)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="large is no page"):
+            write_report([tmp_path], tmp_path / "large")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_configuration_that_is_cut_off_is_a_named_error(tmp_path: Path) -> None:
