@@ -19,18 +19,17 @@ from sagetrain.stability.quant_noise import QuantizationProbe
 SECTIONS = {
     "model": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "head_dim": 16,
               "num_key_value_heads": 2, "tie_embeddings": True},
-    "attention": {"backend": "sage", "recipe": "paper"},
     "linear": {"precision": "fp8"},
 }  # fmt: skip
-Layout = tuple[int, int, int, str, str, str]
-"""Tensor-parallel size, context-parallel size, ZeRO stage, dtype, compile backend and recomputation."""
+Layout = tuple[int, int, int, str, str, str, str]
+"""Tensor-parallel size, context-parallel size, ZeRO stage, dtype, compile backend, recomputation and recipe."""
 LAYOUTS: dict[int, list[Layout]] = {
-    1: [(1, 1, 0, "fp32", "aot_eager", "none"), (1, 1, 1, "bf16", "", "full")],
+    1: [(1, 1, 0, "fp32", "aot_eager", "none", "fine"), (1, 1, 1, "bf16", "", "full", "paper")],
     2: [
-        (1, 1, 2, "bf16", "", "full"),
-        (1, 1, 3, "bf16", "", "selective"),
-        (2, 1, 1, "fp32", "eager", "none"),
-        (1, 2, 2, "fp32", "", "none"),
+        (1, 1, 2, "bf16", "", "full", "paper"),
+        (1, 1, 3, "bf16", "", "selective", "paper"),
+        (2, 1, 1, "fp32", "eager", "none", "paper"),
+        (1, 2, 2, "fp32", "", "none", "paper"),
     ],
 }
 WATCHES = {"noise", "quant_noise", "quant", "norms"}
@@ -54,10 +53,11 @@ def every_observer(engine: Engine) -> Observers:
 def steps_of(layout: Layout, watched: bool) -> tuple[list[dict[str, float]], list[Tensor], int]:
     """Return the numbers of four steps over two documents in each sequence, the weights behind them, and the graphs.
     Every other step is watched; the norms of the last one are measured in any case."""
-    tp_size, cp_size, stage, dtype, backend, recompute = layout
+    tp_size, cp_size, stage, dtype, backend, recompute, recipe = layout
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     how = {"training": {"activation_checkpointing": recompute}, "parallel": {"tensor_parallel_overlap": "on"}}
+    how |= {"attention": {"backend": "sage", "recipe": recipe}}
     cfg, groups = tiny.config(stage, dtype, **how, **SECTIONS), tiny.join(tp_size, cp_size)
     model = tiny.model(cfg, groups)
     if backend:
