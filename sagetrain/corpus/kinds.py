@@ -46,25 +46,10 @@ _BY_SUFFIX = {
     **dict.fromkeys(DELIMITERS, Kind.TABLE),
     **dict.fromkeys((".tar", ".zip"), Kind.ARCHIVE),
 }
-PICTURES = frozenset(
-    {
-        ".png",
-        ".jpg",
-        ".jpeg",
-        ".gif",
-        ".webp",
-        ".svg",
-        ".bmp",
-        ".ico",
-        ".tif",
-        ".tiff",
-        ".heic",
-        ".mp3",
-        ".wav",
-        ".flac",
-    }
-    | {".ogg", ".m4a", ".mp4", ".mov", ".mkv", ".webm", ".avi", ".pdf"}
-)
+MEDIA = frozenset((
+    ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".bmp", ".ico", ".tif", ".tiff", ".heic", ".pdf",
+    ".mp3", ".wav", ".flac", ".ogg", ".m4a", ".mp4", ".mov", ".mkv", ".webm", ".avi",
+))  # fmt: skip
 """The suffixes of pictures, sound, film and PDF, which lie beside texts in a folder of notes."""
 _UNPACK = "convert it to text or .jsonl, or leave it out with {glob}"
 # The beginnings of files that are not text: what such a file is, and what to do with it.

@@ -25,7 +25,7 @@ from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
 from sagetrain.corpus.destination import written_among
 from sagetrain.corpus.files import Wanted, contains, is_array, read
-from sagetrain.corpus.kinds import HEAD, PICTURES, Kind, check_head, compression, is_file_name, kind_of
+from sagetrain.corpus.kinds import HEAD, MEDIA, Kind, check_head, compression, is_file_name, kind_of
 from sagetrain.corpus.records import Records
 from sagetrain.corpus.repeats import LONG, long_documents, refuse_copies
 from sagetrain.corpus.request import TextRequest
@@ -254,7 +254,7 @@ class Corpus:
         structured = {name for name in structured if PurePath(name).name not in _METADATA} or structured
         texts = {name for name, kind in kinds.items() if kind is Kind.TEXT}
         tables = {name for name, kind in kinds.items() if kind in (Kind.TABLE, Kind.ARCHIVE)}
-        texts = {name for name in texts if PurePath(name).suffix.lower() not in PICTURES} or texts
+        texts = {name for name in texts if PurePath(name).suffix.lower() not in MEDIA} or texts
         groups = {"JSON and Parquet": structured, "table and archive": tables, "plain text": texts}
         if self._fields and (structured or tables):
             del groups["plain text"]
