@@ -108,7 +108,14 @@ class Bucket(Store):
         if len(first) == size:
             self.put(name, first)
         else:
-            self._send(name, chain([first], parts), size)
+            before = self._found(name)
+
+            def written() -> bool:
+                # Another tag tells the new file from an older one of the same size.
+                now = self._found(name)
+                return now is not None and now != before and now[0] == size
+
+            self._send(name, chain([first], parts), size, written)
 
     @abstractmethod
     def _put(self, name: str, data: bytes, tag: str | None) -> None:
@@ -123,11 +130,17 @@ class Bucket(Store):
         """Try to return sizes by key, and what the call for the next page is given as `more`."""
 
     @abstractmethod
-    def _send(self, name: str, parts: Iterator[bytes], size: int) -> None:
-        """Write a file of several parts."""
+    def _send(self, name: str, parts: Iterator[bytes], size: int, written: Callable[[], bool]) -> None:
+        """Write a file of several parts. `written` tells, after a refusal of the last call, whether it is there."""
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}{name}"
+
+    def _found(self, name: str) -> tuple[int, str] | None:
+        """Return the size of a file and its tag, None if there is none."""
+        with suppress(FileNotFoundError):
+            return self._again(name, lambda: self._head(name))
+        return None
 
     def _holds(self, name: str, data: bytes) -> bool:
         with suppress(FileNotFoundError):

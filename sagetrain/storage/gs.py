@@ -9,7 +9,7 @@ file has another one by then; 0 stands for no file.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -70,9 +70,8 @@ class GS(Bucket):
         page = self._wait("_call", "GET", "b/{}/o", self._bucket, prefix=key, pageToken=more, json_out=True)
         return {each["name"]: int(each["size"]) for each in page.get("items", ())}, page.get("nextPageToken")
 
-    def _send(self, name: str, parts: Iterator[bytes], size: int) -> None:
+    def _send(self, name: str, parts: Iterator[bytes], size: int, written: Callable[[], bool]) -> None:
         how: Any = {"uploadType": "resumable", "name": self._key(name), "json": {}}
-        before = self._found(name)
         session = self._again(name, lambda: self._wait("upload", self._bucket, **how))["Location"]
         held, low = 0, 0
 
@@ -92,16 +91,7 @@ class GS(Bucket):
                 held = put(f"{begin}-{low + len(part) - 1}", part[begin - low :])
             held = begin
 
-        def written() -> bool:
-            # The last part makes the file. Another generation tells it from an older file of the same size.
-            return low + len(part) == size and (now := self._found(name)) != before and now[0] == size
-
         for part in parts:
-            self._again(name, lambda: send(part), written)  # noqa: B023
+            last = low + len(part) == size  # It makes the file.
+            self._again(name, lambda: send(part), written if last else None)  # noqa: B023
             low += len(part)
-
-    def _found(self, name: str) -> tuple[int, str]:
-        """Return the size of a file and its generation, (-1, "") if there is none."""
-        with suppress(FileNotFoundError):
-            return self._again(name, lambda: self._head(name))
-        return -1, ""

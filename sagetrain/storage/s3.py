@@ -6,7 +6,7 @@ AWS_ENDPOINT_URL, the role of the machine, or fsspec's own configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -61,7 +61,7 @@ class S3(Bucket):
         page = self._call("list_objects_v2", Prefix=self._key(prefix), **({"ContinuationToken": more} if more else {}))
         return {entry["Key"]: entry["Size"] for entry in page.get("Contents", ())}, page.get("NextContinuationToken")
 
-    def _send(self, name: str, parts: Iterator[bytes], size: int) -> None:
+    def _send(self, name: str, parts: Iterator[bytes], size: int, written: Callable[[], bool]) -> None:
         key = self._key(name)
         upload = self._again(name, lambda: self._call("create_multipart_upload", Key=key))["UploadId"]
 
@@ -80,7 +80,7 @@ class S3(Bucket):
             done += map(Future.result, waiting)
             self._again(name, lambda: self._call(
                 "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": done}
-            ), lambda: self.sizes(name).get(name) == size)  # fmt: skip
+            ), written)  # fmt: skip
         except BaseException:
             with suppress(Exception):  # Parts that stay cost money, until the bucket's rules remove them.
                 self._call("abort_multipart_upload", Key=key, UploadId=upload)

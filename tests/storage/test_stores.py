@@ -177,29 +177,32 @@ def test_answers_of_an_upload_that_are_lost(servers, tmp_path, monkeypatch) -> N
 
 
 @pytest.mark.parametrize(("lost_at", "carried_out"), [(1, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("kind", "part_size"), [("gs", 1 << 18), ("s3", 5 << 20)])
 def test_an_upload_that_is_gone_counts_if_its_file_is_there(
-    servers, tmp_path, monkeypatch, lost_at, carried_out
+    servers, tmp_path, monkeypatch, kind, part_size, lost_at, carried_out
 ) -> None:
-    """An older file of the same size is another file."""
-    monkeypatch.setattr(buckets, "_PART", 1 << 18)
-    old, new = (random.Random(seed).randbytes(5 << 18) for seed in (1, 2))
-    store = store_at(UrlPath(f"{servers('gs').url}/{tmp_path.name}"), patience=2.0)
-    store.write("large", blocks_of(old), len(old))
-    wait, parts = GS._wait, itertools.count()
+    """An older file of the same size is another file. The fifth call is the last one."""
+    monkeypatch.setattr(buckets, "_PART", part_size)
+    size = {"gs": 5, "s3": 3}[kind] * part_size
+    old, new = (random.Random(seed).randbytes(size) for seed in (1, 2))
+    store = store_at(UrlPath(f"{servers(kind).url}/{tmp_path.name}"), patience=2.0)
+    store.write("large", blocks_of(old), size)
+    wait, calls = KINDS[kind]._wait, itertools.count()
+    counted = {"_request", "create_multipart_upload", "upload_part", "complete_multipart_upload"}
 
-    def losing(self, coroutine: str, *how, **more):
-        if coroutine != "_request":
-            return wait(self, coroutine, *how, **more)
-        lost = (part := next(parts)) >= lost_at
-        answer = wait(self, coroutine, *how, **more) if not lost or (carried_out and part == lost_at) else None
+    def losing(self, *what: str, **how):
+        if not counted.intersection(map(str, what)):
+            return wait(self, *what, **how)
+        lost = (call := next(calls)) >= lost_at
+        answer = wait(self, *what, **how) if not lost or (carried_out and call == lost_at) else None
         if lost:
             raise FileNotFoundError("no such upload")
         return answer
 
-    monkeypatch.setattr(GS, "_wait", losing)
+    monkeypatch.setattr(KINDS[kind], "_wait", losing)
     done = lost_at == 4 and carried_out
     with nullcontext() if done else pytest.raises(FileNotFoundError, match=r"large: .*no such upload"):
-        store.write("large", blocks_of(new), len(new))
+        store.write("large", blocks_of(new), size)
     assert store.read("large") == (new if done else old)
 
 
