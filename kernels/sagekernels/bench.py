@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(2, "the benchmark needs an NVIDIA GPU; `python -m sagekernels.accuracy` runs without one\n")
+        parser.exit(2, "the benchmark needs an NVIDIA GPU; `python -m sagekernels.report` runs without one\n")
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, medians of up to {arguments.repeats}")
     print("forward, backward, both: milliseconds, then TFLOP/s; ratio to the fastest peer that was admitted")

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .casts import DTYPES, MULTIPLE
-from .lowbit import LOW_BIT, LowBit
+from .lowbit import LOW_BIT, LowBit, Precision
 from .matmul import linear
 from .operators import autocast_dtype
 from .refusals import one_of, refuse_transforms
-
-Precision = Literal["int8", "fp8"]
 
 
 class Linear8bit(nn.Linear):

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -190,6 +191,8 @@ def _whole_now(weights: Sequence[Tensor], gradient: Tensor) -> Tensor:
 def _whole_now_fake(weights: Sequence[Tensor], gradient: Tensor) -> Tensor:
     return torch.cat(tuple(weights))
 
+
+Precision = Literal["int8", "fp8"]
 
 LOW_BIT = {"fp8": LowBit(), "int8": LowBit(number=INT8, gradient=INT8)}
 """The products of linear layers, by the key linear.precision of SageTrain."""
