@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, some
 
 HANG_EXIT_CODE = 5
 LAUNCHER = "SAGETRAIN_LAUNCHER"
@@ -184,10 +184,9 @@ class Watchdog:
         first = next((rank for rank in range(self._ranks) if rank not in missing), None)
         if not missing or self._name != f"rank {first}":
             return ""
-        named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         return (
-            f"error: no stacks of rank {named}: a process that writes none is stopped or gone, or cannot write there; "
-            "look at its host first"
+            f"error: no stacks of rank {some(missing, 8)}: a process that writes none is stopped or gone, or cannot "
+            "write there; look at its host first"
         )
 
     def _in_words(self) -> str:

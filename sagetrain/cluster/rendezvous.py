@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from sagetrain.cluster.launcher import agent_left_over, by_agent
 from sagetrain.cluster.lifeline import die_with_parent, generation, lifeline
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, some
 from sagetrain.data.open_files import allow_connections
 
 T = TypeVar("T", bound=Mapping[str, Any])
@@ -324,9 +324,9 @@ def where(rows: Sequence[Mapping[str, Any]], most: int = 3) -> str:
     hosts = by_host(rows)
     named = [
         f"{host} (rank{'s' * (len(members) > 1)} {ranges(row['rank'] for row in members)})"
-        for host, members in list(hosts.items())[:most]
+        for host, members in hosts.items()
     ]
-    return ", ".join(named) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+    return some(named, most)
 
 
 def by_host(rows: Iterable[T]) -> dict[str, list[T]]:

@@ -204,3 +204,9 @@ def in_notebook() -> bool:
 def many(number: int, what: str) -> str:
     """Return a number with its noun: 1 token, 2 tokens."""
     return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def some(names: Sequence[object], most: int) -> str:
+    """Return the first names of a list, and how many more there are: a, b and 3 more."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from sagetrain.config.arguments import spelled
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, some
 
 T = TypeVar("T")
 _Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
@@ -254,8 +254,5 @@ _KEYS_SHOWN = 40
 def no_such_key(key: str, keys: Iterable[str], setting: str = "") -> str:
     """Return the message for a missing key, which a setting names; empty: text_key."""
     there = [each if each == each.strip() and each.isprintable() else repr(each) for each in keys]
-    more = f" and {len(there) - _KEYS_SHOWN:,} more" if len(there) > _KEYS_SHOWN else ""
-    return (
-        f"no key {key!r}; the keys are: {', '.join(there[:_KEYS_SHOWN]) or 'none'}{more}. Choose one with "
-        f"{setting or spelled('text_key')}"
-    )
+    named = some(there, _KEYS_SHOWN) or "none"
+    return f"no key {key!r}; the keys are: {named}. Choose one with {setting or spelled('text_key')}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.arguments import spelled
-from sagetrain.config.errors import many
+from sagetrain.config.errors import many, some
 from sagetrain.corpus.encode import Encoded
 from sagetrain.corpus.notes import FORGED, UNKNOWN, WRITTEN, Notes
 from sagetrain.corpus.records import Records
@@ -109,8 +109,7 @@ class Tally:
             what = "time" if sentence in (WRITTEN, UNKNOWN, FORGED) else "record"
             about.setdefault(sentence, []).append(f"{key} ({many(count, what)})".lstrip())
         for sentence, keys in about.items():
-            rest = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
-            yield f"{sentence} {', '.join(keys[:12])}{rest}"
+            yield f"{sentence} {some(keys, 12)}"
 
     def why_nothing(self, side: str, records: Records | None, valid_fraction: float) -> str:
         """Return the reason why a file may have got no document, for a message. Return "" where no reason is known."""

@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, some
 from sagetrain.data.tokenizer_config import CONFIG, OF_LLAMA, Beside, Stated, read_beside
 
 TOKENIZER_CONFIG = "tokenizer_config"
@@ -54,6 +54,7 @@ _OF_BERT = {
     "tokenize_chinese_chars": ("handle_chinese_chars", True),
 }
 """The keys of tokenizer_config.json for BERT's normalizer, with its own name and the default of each."""
+_NAMED = 8  # A message names this many tokens.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # These are SentencePiece's types of pieces.
 
 
@@ -392,9 +393,9 @@ def _said(missing: Iterable[Stated], known: Container[str], numbers: Mapping[str
         text = each.token.content
         by_source.setdefault((each.source, text in known), {})[f"{text!r} ({numbers[text]})"] = None
     return [
-        f"{source} says otherwise than {file.name} how these tokens are found in a text: {_some([*texts])}"
+        f"{source} says otherwise than {file.name} how these tokens are found in a text: {some([*texts], _NAMED)}"
         if there
-        else f"{source} adds tokens that {file.name} lacks: {_some([*texts])}"
+        else f"{source} adds tokens that {file.name} lacks: {some([*texts], _NAMED)}"
         for (source, there), texts in by_source.items()
     ]
 
@@ -407,13 +408,9 @@ def _left_out(beside: Beside, numbers: Container[str]) -> list[str]:
             lost.setdefault(each.source, []).append(repr(each.token.content))
             beside.named = {name: named for name, named in beside.named.items() if named.source != each.source}
     return [
-        f"{source} has {_some(texts)}, left out: transformers does not read it beside added_tokens_decoder"
+        f"{source} has {some(texts, _NAMED)}, left out: transformers does not read it beside added_tokens_decoder"
         for source, texts in lost.items()
     ]
-
-
-def _some(texts: list[str], most: int = 8) -> str:
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def _config(beside: Beside, names: Iterable[str]) -> dict[str, Any]:

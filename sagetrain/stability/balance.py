@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sagetrain.config.errors import some
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.parallel.metrics import Metrics
@@ -154,7 +155,7 @@ class Starving(Controller):
                     found.setdefault(str(layers[row]), []).append(expert)
         if not found:
             return []
-        named = "; ".join(f"layer {layer}: {_listed(experts)}" for layer, experts in found.items())
+        named = "; ".join(f"layer {layer}: {some(experts, _NAMED)}" for layer, experts in found.items())
         text = (
             f"experts starve: in each of the last {_PATIENCE} steps they had less than {_STARVES:.0%} of the mean "
             f"number of tokens ({named}); raise model.experts.balance.bias_rate or aux_weight"
@@ -167,9 +168,3 @@ class Starving(Controller):
     def restore(self, state: Mapping[str, Any]) -> None:
         # Earlier versions counted the steps of whole layers.
         self._steps = {key: steps for key, steps in state.get("steps", {}).items() if "/" in key}
-
-
-def _listed(experts: list[int]) -> str:
-    """Name some experts, and say how many more there are."""
-    shown, more = ", ".join(map(str, experts[:_NAMED])), len(experts) - _NAMED
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
 
+from sagetrain.config.errors import some
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.digest import digest, mixed, word_sum
 from sagetrain.stability.controller import Event
@@ -245,5 +246,4 @@ class ReplicaCheck:
 
 def _listed(before: str, names: Sequence[str]) -> str:
     """Return names as a part of a sentence, shortened. Without a name there is no such part."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return before + ", ".join(names[:3]) + more if names else ""
+    return before + some(names, 3) if names else ""
