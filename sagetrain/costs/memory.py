@@ -209,6 +209,7 @@ def _probe(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[l
     if not cfg.stability.quant_noise.every_steps:
         return []
     cfg = cfg.model_copy(update={"linear": SIXTEEN_BITS})
+    size -= sum(expert_parameters(cfg))  # Experts that ranks have between them are not probed.
     rank = replace(rank_of(cfg), fused=False)
     kept, running = _activations(cfg, rank)
     # A single replica takes two micro-batches, and has the sum of the differences from the first micro-batch on.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sagetrain.auto.kept import Kept, kept_attention, kept_linear
 from sagetrain.checkpoint import on_disk, reading
@@ -24,11 +27,11 @@ from sagetrain.data.tokenizer_copy import kept_templates
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.located import located
 from sagetrain.inference.ranks import Ranks
+from sagetrain.model.moe import MoE
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.parallel.topology import Topology
 from sagetrain.storage.url_path import checkpoints_of
 
 
@@ -55,7 +58,8 @@ class TrainedRun:
     positions: int = 0
     """The longest sequence that the weights were trained with, in any run (checkpoint/state.py). 0: not known."""
     call: Callable[..., torch.Tensor] | None = None
-    """Calls `model` where it is spread over the stages of a pipeline. None: `model` is called itself."""
+    """Calls `model` where it is spread over the stages of a pipeline, or its experts over ranks. None: `model` is
+    called itself."""
 
     @property
     def context(self) -> int:
@@ -152,11 +156,11 @@ def _no_run(path: Path) -> str:
 
 def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> TrainedRun:
     """Return a model in training as one that generates. It has the same weights, which are not copied, and is complete
-    on each group of tensor-parallel ranks, or on those of all stages of a pipeline. This is impossible at ZeRO 3, where
+    on each group of Topology.text_ranks, or on those of all stages of a pipeline. This is impossible at ZeRO 3, where
     no rank has whole weights."""
     model, weights = engine.model, {name: weight.detach() for name, weight in engine.gathered().items()}
-    topology = Topology(model.groups.topology.world_size, model.groups.tp_size, 1, model.groups.pp_size)
-    groups = replace(model.groups, topology=topology, cp_group=None, metrics=Metrics())
+    of_texts = replace(model.groups.topology, context_parallel_size=1, context_gather=1)
+    groups = replace(model.groups, topology=of_texts, cp_group=None, metrics=Metrics())
     weight = next(iter(weights.values()))
     if model.chunks[-1].last and cfg.model.tie_embeddings:
         weights["head.weight"] = weights[EMBEDDING]
@@ -173,7 +177,24 @@ def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Trained
         chunks=model.chunks,
     )
     own.load_state_dict(weights, assign=True)
-    return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device, call=engine.as_whole(own))
+    for module in own.modules():
+        if isinstance(module, MoE):
+            module.same_tokens = True
+    call = engine.as_whole(own)
+    # Otherwise tensor-parallel ranks gather their logits.
+    if groups.ep_group is not None and groups.ep_size > groups.tp_size:
+        call = partial(_of_first, call, groups.ep_group)
+    return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device, call=call)
+
+
+def _of_first(
+    call: Callable[..., torch.Tensor], together: dist.ProcessGroup, *tokens: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    """Return the logits of the first of the ranks that write a text together. With other bits a rank would draw another
+    token, and wait for the others."""
+    logits = call(*tokens, **how)
+    dist.broadcast(logits, group=together, group_src=0)
+    return logits
 
 
 def with_data(run: TrainedRun, run_dir: Path, root: Path | None, report: Callable[[str], None]) -> TrainedRun:

@@ -44,11 +44,14 @@ def while_training(engine: Engine, texts: Texts, tokenizer: Tokenizer, trained: 
 
 
 def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: Sampling) -> list[str]:
-    """Return the texts that follow each of the prompts. The replicas of the model share the work. Collective."""
+    """Return the texts that follow each of the prompts. Ranks that have whole weights between them take the same
+    prompts, and others share the work. Collective."""
     groups = run.model.groups
+    stage, together = groups.topology.stage_size, groups.topology.text_ranks
+    share, shares = groups.rank % stage // together, stage // together
     # Equal prompts stay together, because generate lets each of them draw differently.
     turns = {prompt: turn for turn, prompt in enumerate(dict.fromkeys(prompts))}
-    own = [number for number, each in enumerate(prompts) if turns[each] % groups.dp_size == groups.dp_rank]
+    own = [number for number, each in enumerate(prompts) if turns[each] % shares == share]
     done: dict[int, str] = {}
     for text, _ in generate(run, [prompts[number] for number in own], sampling, run.cfg.data.micro_batch_size):
         alive()

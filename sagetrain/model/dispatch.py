@@ -18,7 +18,15 @@ from torch import Tensor
 
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, Rows, plan_rows
 from sagetrain.model.placement import by_rows
-from sagetrain.parallel.collectives import exchange, exchanged, finish, gather_tokens, scatter_sums, start_all_gather
+from sagetrain.parallel.collectives import (
+    exchange,
+    exchanged,
+    finish,
+    gather_tokens,
+    scatter_sums,
+    start_all_gather,
+    start_all_reduce,
+)
 from sagetrain.parallel.topology import ParallelGroups
 
 _Run = Callable[[Tensor, Tensor, Rows], Tensor]
@@ -53,6 +61,15 @@ def among_ranks(
     """
     way = _exchanged if by_rows(groups.ep_size, choices.shape[1]) else _gathered
     return way(run, x, weights, choices, own, groups, room)
+
+
+def of_same_tokens(run: _Run, x: Tensor, weights: Tensor, choices: Tensor, own: int, groups: ParallelGroups) -> Tensor:
+    """Return the sum of each token's experts [T, hidden], the same bits on all ranks. All of them have these tokens, so
+    none is sent. The arguments are those of `among_ranks`, without a gradient."""
+    assert groups.ep_group is not None
+    rows = plan_rows(choices - groups.ep_rank * own, own)
+    y: Tensor = finish(start_all_reduce(run(x, weights, rows), groups.ep_group))
+    return y
 
 
 def _gathered(

@@ -26,7 +26,7 @@ from sagekernels.grouped_matmul import GroupedMatmul, grouped_gated, grouped_mat
 from sagekernels.router import router_logits
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.schema import ExpertsConfig
-from sagetrain.model.dispatch import among_ranks, parts_in
+from sagetrain.model.dispatch import among_ranks, of_same_tokens, parts_in
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import complete
 from sagetrain.parallel.collectives import start_enter
@@ -211,6 +211,8 @@ class MoE(nn.Module):
         self.room: int | None = None
         """The rows that there is memory for, in hundredths of the mean over ranks that have experts between them.
         Without gradients, tokens go in so many parts that all rows fit. None: all rows that there can be."""
+        self.same_tokens: bool = False
+        """Whether all ranks that have experts between them read the same tokens, as those that write a text do."""
         self.lacking: Tensor | None = None
         """bool []: whether `room` was too small for any pass since it was set to False."""
         self.shared = None
@@ -244,6 +246,8 @@ class MoE(nn.Module):
         run = experts if self.calls_experts else experts.forward
         if self.groups.ep_size == 1:
             return run(x, weights, plan_rows(choices, self._own))
+        if self.same_tokens:
+            return of_same_tokens(run, x, weights, choices, self._own, self.groups)
         if self.room is not None and not torch.is_grad_enabled():
             # Such a pass is not taken again if rows lack room.
             parts = min(len(x), parts_in(self.room, self.groups.ep_size, choices.shape[1], self._own))

@@ -98,6 +98,12 @@ class Topology:
         return self.world_size // self.pipeline_parallel_size
 
     @property
+    def text_ranks(self) -> int:
+        """The number of neighbouring ranks of a stage that have the stage's whole weights between them, and write a
+        text together. One of both sizes divides the other (config/rules/experts.py)."""
+        return max(self.tensor_parallel_size, self.expert_parallel_size)
+
+    @property
     def num_replicas(self) -> int:
         """The number of copies of the model: data-parallel size x context-parallel size."""
         return self.stage_size // self.tensor_parallel_size

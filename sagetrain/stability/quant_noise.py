@@ -70,7 +70,8 @@ class QuantizationProbe:
     """Run micro-batches twice, and add quant_noise/<layer>/error_square and bias_square to groups.metrics.
 
     The passes are not compiled and leave no gradient behind. Each costs as much as two or three micro-batches, and
-    memory for the gradients of three.
+    memory for the gradients of three. Experts that ranks have between them are left out, as noise_scale.GradientNoise
+    leaves them out.
 
     Args:
         reference: 16-bit attention, for the layers whose own attention quantizes something.
@@ -87,7 +88,8 @@ class QuantizationProbe:
     ) -> None:
         self._model, self._reference, self._groups, self._device = model, reference, groups, device
         leaves = leaves or dict(model.named_parameters())
-        names = [name for name in model.specs if name in leaves]
+        left_out = "experts" if groups.ep_size > 1 else ""
+        names = [name for name, spec in model.specs.items() if name in leaves and spec.cut != left_out]
         self._leaves = [leaves[name] for name in names]
         self._parts = [
             (groups.cp_group, groups.tp_group if model.specs[name].of_own_tokens else None) for name in names

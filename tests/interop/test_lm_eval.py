@@ -4,8 +4,10 @@ float64."""
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, product
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from lm_eval.tasks import TaskManager
 import tiny
 from distributed import run_distributed
 from runs import finish, sagetrain, write_config
-from sagetrain.config import ConfigError
+from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, finished, generate
 from sagetrain.inference.load import TrainedRun, at_context, in_training, load_run
@@ -24,6 +26,7 @@ from sagetrain.inference.samples import completed
 from sagetrain.inference.score import Scorer, scorer_of
 from sagetrain.interop import lm_eval, looks
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training import inputs
 
@@ -268,24 +271,42 @@ def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.load_harness("--tasks")
 
 
+EXPERTS = {"experts": {"number": 8, "per_token": 2, "ffn_size": 16, "dense_layers": 1}}
+SPREAD = [(1, 1, 1, 1, 4), (1, 2, 2, 1, 2), (2, 1, 0, 1, 4), (4, 1, 1, 1, 2), (1, 1, 1, 2, 2)]
+"""Layouts of four ranks that have experts between them, as `at` reads them."""
+
 # -- while training --------------------------------------------------------------------------------------------------
 
 
-def scores_of(layouts: list[tuple[int, int, int]], more: dict) -> list[list[tuple[float, bool]]]:
+def at(layout: tuple[int, ...], more: dict) -> tuple[RunConfig, ParallelGroups]:
+    """Return configuration and groups at (tp_size, cp_size, stage, pp_size, ep_size). more: of the model."""
+    tp_size, cp_size, stage, pp_size, ep_size = (*layout, 1, 1)[:5]
+    parallel = {"engine": "fsdp", "expert_parallel_size": ep_size, "sequence_parallel": tp_size > 1}
+    model = {"num_attention_heads": 4, **more}
+    cfg = tiny.config(stage, model=model, data={"micro_batch_size": 2}, parallel=parallel)
+    groups = tiny.join(tp_size, cp_size, pp_size, ep_size)
+    return tiny.on(cfg, groups), groups
+
+
+def whole(cfg: RunConfig) -> Transformer:
+    """Return the model of a configuration without a layout."""
+    return tiny.model(cfg.model_copy(update={"parallel": tiny.config(1).parallel}), ParallelGroups.single())
+
+
+def scores_of(layouts: list[tuple[int, ...]], more: dict) -> list[list[tuple[float, bool]]]:
     """Return the scores of one model's answers to the same questions, in a context of a sequence and in one of 40
-    tokens: first in float64 without a layout, then at each (tp_size, cp_size, stage). more: of the model."""
+    tokens: first in float64 without a layout, then at each layout of `at`. more: of the model."""
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, tiny.VOCAB, (size,), generator=draw).tolist() for size in (3, 30, 9, 2, 17, 5, 16, 4)]
     pairs = [(text[: len(text) // 3 + 1], text[len(text) // 3 + 1 :]) for text in texts]
     pairs = [(context, continuation[-tiny.SEQ :]) for context, continuation in pairs]
     contexts, found = (tiny.SEQ, 40), []
-    for tp_size, cp_size, stage in layouts:
-        cfg = tiny.config(stage, model={"num_attention_heads": 4, **more}, data={"micro_batch_size": 2})
-        groups = tiny.join(tp_size, cp_size)
+    for layout in layouts:
+        cfg, groups = at(layout, more)
         engine = tiny.engine(cfg, groups)
         how = engine.logits, groups, engine.device, tiny.SEQ, 2, tiny.VOCAB
         found.append([score for most in contexts for score in Scorer(*how, most)(pairs)])
-    model = tiny.model(cfg.model_copy(update={"parallel": tiny.config(1).parallel}), ParallelGroups.single())
+    model = whole(cfg)
     expected = []
     for most, (context, continuation) in product(contexts, pairs):
         text = torch.tensor([*context, *continuation][-most - 1 :])
@@ -300,10 +321,11 @@ def scores_of(layouts: list[tuple[int, int, int]], more: dict) -> list[list[tupl
 def test_answers_do_not_depend_on_the_layout() -> None:
     """Ranks share the questions, the vocabulary, the sequences or the weights, those of experts as well."""
     layouts = [(1, 1, 3), (2, 1, 1), (1, 2, 1)]
-    experts = {"experts": {"number": 4, "per_token": 2, "ffn_size": 16}}
-    ways = (run_distributed(scores_of, 4, layouts, {}), run_distributed(scores_of, 2, layouts[::2], experts))
-    for expected, *found in chain.from_iterable(ways):
-        for layout, scores in zip(layouts if len(found) == 3 else layouts[::2], found, strict=True):
+    of_two, of_four = [(1, 1, 3), (1, 2, 1), (1, 1, 3, 1, 2)], SPREAD
+    worlds = ((4, layouts, {}), (2, of_two, EXPERTS), (4, of_four, EXPERTS))
+    ways = [(case, run_distributed(scores_of, *case)) for case in worlds]
+    for (_, layouts, _), (expected, *found) in ((case, of_rank) for case, every in ways for of_rank in every):
+        for layout, scores in zip(layouts, found, strict=True):
             assert [total for total, _ in scores] == pytest.approx([total for total, _ in expected], abs=1e-4), layout
             assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
 
@@ -324,22 +346,29 @@ HOW = [Sampling(20, temperature=0), Sampling(8, temperature=1.0, top_p=0.9, stop
 PROMPTS = ["a", "some text", "b", "a", "a full context.."]
 
 
-def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
-    """Return the texts that a model in training generates for the prompts: first without a layout, then at each
-    (tp_size, cp_size, stage)."""
+def off(as_whole: Callable, model: Transformer) -> Callable:
+    """Return what calls a model on a rank that computes other bits than the first one of its group."""
+    return lambda *tokens, **how: 2 - as_whole(model)(*tokens, **how)
+
+
+def texts_of(layouts: list[tuple[int, ...]], more: dict) -> list[list[list[str]]]:
+    """Return the texts that a model in training generates for the prompts: first without a layout, then at each layout
+    of `at`. more: of the model."""
     found, letters, signs = [], Letters(), []
-    for tp_size, cp_size, stage in layouts:
-        cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
-        engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
+    for layout in layouts:
+        cfg, groups = at(layout, more)
+        engine = tiny.engine(cfg, groups)
         completed(in_training(cfg, engine, letters), lambda: None, PROMPTS[:1], HOW[0])
         with torch.no_grad():
             for own in engine.owned():
                 for values in (own.weight, *own.copies):
                     values.mul_(1.5)
         engine.weights_changed()
+        if groups.ep_size > groups.tp_size and groups.ep_rank:
+            engine.as_whole = partial(off, engine.as_whole)
         run = in_training(cfg, engine, letters)
         found.append([completed(run, lambda: signs.append(1), PROMPTS, how) for how in HOW])
-    model = tiny.model(cfg, ParallelGroups.single())
+    model = whole(cfg)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -349,13 +378,14 @@ def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
 
 
 def test_generated_text_does_not_depend_on_the_layout() -> None:
-    """Ranks share the prompts and the vocabulary. Under context parallelism each rank has whole texts. The weights are
-    the present ones, not those of the first call."""
-    layouts = [(1, 1, 2), (2, 2, 1)]
-    for expected, *found in run_distributed(texts_of, 4, layouts):
-        assert len({*expected[0], *expected[1]}) > 6 and expected[1][0] != expected[1][3]
-        for layout, texts in zip(layouts, found, strict=True):
-            assert texts == expected, layout
+    """Ranks share the prompts and the vocabulary, and those with experts between them share texts. Under context
+    parallelism each rank has whole texts. The weights are the present ones, not those of the first call."""
+    worlds = ((4, [(1, 1, 2), (2, 2, 1)], {}), (2, [(1, 1, 2, 1, 2)], EXPERTS), (4, SPREAD, EXPERTS))
+    for size, layouts, more in worlds:
+        for expected, *found in run_distributed(texts_of, size, layouts, more):
+            assert len({*expected[0], *expected[1]}) > 6 and expected[1][0] != expected[1][3]
+            for layout, texts in zip(layouts, found, strict=True):
+                assert texts == expected, layout
 
 
 def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tmp_path: Path) -> None:

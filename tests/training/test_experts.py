@@ -16,8 +16,13 @@ SECTIONS: dict[str, dict] = {
     "data": {"micro_batch_size": 2},
     "parallel": {"expert_parallel_size": 2, "expert_room": 1},
     "training": {"dtype": "bf16"},
-    "evaluation": {"every_tokens": 2560},
-    "stability": {"monitor": {"every_steps": 4}, "noise_scale": {"every_steps": 4}},
+    "evaluation": {
+        "every_tokens": 2560,
+        "samples_every_tokens": 1024,
+        "samples_prompts": ["def ", "a"],
+        "samples_tokens": 6,
+    },
+    "stability": {name: {"every_steps": 4} for name in ("monitor", "noise_scale", "quant_noise")},
 }
 
 
@@ -42,6 +47,11 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     for row in trained:
         measured = flips if row["step"] % 4 == 0 else set()
         assert {name for name in row if name.startswith("moe/")} == numbers | measured
+    assert {row["step"] for row in trained if row.get("quant_noise/2/ratio", 0) > 0} == {4, 8}
+    texts, again = (
+        [(row["step"], row["text"]) for row in rows_of(tmp_path / run, "samples")] for run in ("whole", "cut")
+    )
+    assert texts == again and [step for step, _ in texts] == [4, 4, 6, 6, 8, 8]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
     scored = json.loads(sagetrain("eval", tmp_path / "whole", "--json").stdout)

@@ -32,13 +32,6 @@ UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
 }
 """The values that were proven with experts under tensor parallelism. A rank sends its own tokens to experts."""
 
-UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
-    "evaluation.samples_every_tokens": (None,),
-    "evaluation.tasks": ([],),
-    "stability.quant_noise.every_steps": (None,),
-}
-"""The values that were proven where ranks have the experts of a layer between them."""
-
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check the sizes of experts, and that everything else in the configuration was proven with them."""
@@ -49,9 +42,9 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         return
     yield from _sizes(cfg, experts)
     yield from _ranks(experts, layout, ranks)
+    yield from _texts(cfg, layout)
     yield from _router(experts)
     proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
-    proven |= UNDER_EXPERT_PARALLELISM if cfg.parallel.expert_parallel_size > 1 else {}
     if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
     without = "a dense model (model.experts: null)"
@@ -91,6 +84,17 @@ def _ranks(experts: ExpertsConfig, layout: Layout, ranks: int) -> Iterator[Findi
         yield About("expert_parallel_split", key, ranks).error(
             why, f"use {divisors(math.gcd(experts.number, of_stage))}"
         )
+
+
+def _texts(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
+    """Check that texts are written by the ranks of one group, which draw the same tokens by its collectives."""
+    tensor, ranks, asked = layout.tensor, layout.experts, cfg.evaluation
+    if max(tensor, ranks) % min(tensor, ranks) and (asked.tasks or asked.samples_every_tokens):
+        why = (
+            f"cuts across tensor-parallel groups of {tensor} ranks: none of its groups has whole weights to write texts"
+        )
+        fix = f"use a divisor or a multiple of {tensor}, or no evaluation.tasks and evaluation.samples_every_tokens"
+        yield About("texts_of_experts", "parallel.expert_parallel_size", ranks).error(why, fix)
 
 
 def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
