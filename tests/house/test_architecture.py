@@ -112,6 +112,20 @@ def test_layers_import_downwards_only(package):
         assert packages(imports(path)) <= MAY_IMPORT[package], name_of(path)
 
 
+def test_the_picture_of_the_imports_is_true():
+    """Each floor of CONTRIBUTING's picture imports floors before it alone."""
+    picture = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
+    floors = [{room.strip() for room in floor.split(",")} for floor in picture.split("->")]
+    floor_of = {room: number for number, floor in enumerate(floors) for room in floor}
+    assert {*MAY_IMPORT, "sagekernels"} <= floor_of.keys()
+    for path in SOURCES:
+        room = name_of(path).removeprefix("sagetrain/").partition("/")[0].removesuffix(".py")
+        if (own := floor_of.get(room)) is not None:
+            used = packages(imports(path)) | roots(imports(path)) & {"sagekernels"} - {room}
+            above = {other for other in used - {room} if floor_of.get(other, 0) >= own}
+            assert not above, (name_of(path), above)
+
+
 def test_modules_import_each_other_in_no_circle():
     """The rule holds inside a package too, and for imports of types alone."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in below("sagetrain")}
