@@ -73,9 +73,9 @@ def rank_program(faults: dict[int, tuple[str, int]], done: Path) -> None:
     """Train as one rank, to which faults happen. Each happens once, and is written to `done` before."""
     from sagetrain.__main__ import program
     from sagetrain.checkpoint import publishing, slots
-    from sagetrain.engines.step import BaseEngine
+    from sagetrain.engines.step import Engine
 
-    rank, plain, write = int(os.environ["RANK"]), BaseEngine.step, publishing.OnDisk.write
+    rank, plain, write = int(os.environ["RANK"]), Engine.step, publishing.OnDisk.write
     local, sleeps, full = int(os.environ["LOCAL_WORLD_SIZE"]), 0, 0
     slots.ROOT = done.with_name(f"{done.name}-memory-{rank // local}")
     slots.ROOT.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ def rank_program(faults: dict[int, tuple[str, int]], done: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, *how)
 
-    BaseEngine.step = step  # type: ignore[method-assign]
+    Engine.step = step  # type: ignore[method-assign]
     publishing.OnDisk.write = written  # type: ignore[method-assign]
     program()
 

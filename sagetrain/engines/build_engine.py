@@ -9,7 +9,7 @@ from torch import nn
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.deepspeed import deepspeed_engine
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups

@@ -43,7 +43,7 @@ from sagetrain.data.batch import Batch
 from sagetrain.engines.copied_reduction import CopiedReduction
 from sagetrain.engines.gather import how_gathered
 from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
-from sagetrain.engines.gradients import StepGradients
+from sagetrain.engines.gradients import Decision, StepGradients
 from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.model_weights import GatheredWeights, PassingWeights, ResidentWeights
@@ -54,7 +54,7 @@ from sagetrain.engines.replayed import Replayed, recorder_of
 from sagetrain.engines.room import Room
 from sagetrain.engines.sharding import gather_once, ranks_of, ranks_of_experts, shard_model, units
 from sagetrain.engines.shards import Shards
-from sagetrain.engines.step import BaseEngine, Decision
+from sagetrain.engines.step import Engine
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
@@ -64,7 +64,7 @@ from sagetrain.parallel.pipeline import Pipe
 from sagetrain.parallel.topology import ParallelGroups
 
 
-class FsdpEngine(BaseEngine):
+class FsdpEngine(Engine):
     """An engine on torch's FSDP2, for any gradient accumulation at any ZeRO stage.
 
     Args:
@@ -137,7 +137,7 @@ class FsdpEngine(BaseEngine):
     # -- what it keeps -------------------------------------------------------------------------------------------
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over the part of each tensor that this rank keeps: see engines/protocol.Engine."""
+        """Iterate over the part of each tensor that this rank keeps: see step.Engine."""
         return self._shards.owned(chosen)
 
     def leaves(self) -> Mapping[str, Tensor]:
@@ -145,7 +145,7 @@ class FsdpEngine(BaseEngine):
         return {name: leaf for name, leaf in self._weights.leaves.items() if self.model.specs[name].kind != "state"}
 
     def gathered(self) -> Mapping[str, Tensor]:
-        """Return the whole weights of this tensor-parallel rank: see engines/protocol.Engine."""
+        """Return the whole weights of this tensor-parallel rank: see step.Engine."""
         self._weights.gather()
         return self._weights.leaves
 
@@ -154,7 +154,7 @@ class FsdpEngine(BaseEngine):
         self._weights.reload()
 
     def state_changed(self, optimizer_steps: int | None = None) -> None:
-        """Bring all copies of the weights in line with the masters: see engines/protocol.Engine."""
+        """Bring all copies of the weights in line with the masters: see step.Engine."""
         self._shards.spread()
         self.weights_changed()
         if optimizer_steps is not None:
@@ -184,12 +184,12 @@ class FsdpEngine(BaseEngine):
         self.model.eval()
 
     def run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Call the model: see BaseEngine."""
+        """Call the model: see step.Engine."""
         result: Tensor = self._weights.run(inputs)
         return result
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
+        """Add the gradient of a micro-batch's loss to the step's gradient: see step.Engine."""
         self._hooks.expect(last)
         self._sums.expect(last)
         (loss * self._share).backward()

@@ -1,4 +1,5 @@
-"""Observe a step's gradients just before the optimizer reads them: their noise, and their norm in each layer."""
+"""Observe a step's gradients just before the optimizer reads them: their noise, and their norm in each layer. Decide
+whether it reads them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sagetrain.engines.protocol import Observers
+from sagetrain.engines.room import METRIC as METRIC_OF_ROOM
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
+from sagetrain.stability.spikes import Verdict
 
 Parts = Callable[[], Sequence[tuple[str, Tensor]]]
 """A function that returns the parts of the present gradients that this rank owns, 1-D, each with the name of its
@@ -84,3 +88,42 @@ class StepGradients:
         found = self._groups.metrics.reduce(self._device)
         layers = [name for name in found if name.startswith(_LAYER)]
         return found, {name.removeprefix(_LAYER): math.sqrt(found.pop(name)) for name in layers}
+
+
+class Decision:
+    """The decision on one step: whether its update is made. It is made once and is the same on all ranks, as soon as an
+    engine knows the gradient norm."""
+
+    def __init__(
+        self, observers: Observers, groups: ParallelGroups, gradients: StepGradients, device: torch.device
+    ) -> None:
+        self._observers, self._groups, self._gradients, self._device = observers, groups, gradients, device
+        self.metrics: dict[str, float] = {}
+        """The step's numbers over all ranks. The dict is filled when the decision is made."""
+        self.verdict: Verdict | None = None
+        self.lacked_room: bool = False
+        """Whether rows of experts had no room on some rank (room.py). Such a step is not judged."""
+
+    def allows(self, norm: Tensor | float | None = None) -> bool:
+        """Return whether the update is to be made. The first call reduces the step's metrics, which is collective, and
+        asks the judge. Later calls return the same answer.
+
+        Args:
+            norm: the global gradient norm before clipping, the same on every rank. None: the engine has added
+                train/grad_norm to the metrics itself.
+        """
+        if self.verdict is None:
+            if norm is not None:
+                self._groups.metrics.mean("train/grad_norm", norm)
+            # Pipeline stages measure their own layers.
+            differ = self._observers.probes or self._observers.watch
+            self.metrics = self._groups.metrics.reduce(self._device, self._groups.pp_group if differ else None)
+            self.lacked_room = self.metrics.pop(METRIC_OF_ROOM, 0.0) > 0
+            self.verdict = Verdict(apply=False) if self.lacked_room else self._observers.judge(self.metrics)
+        return self.verdict.apply
+
+    def show(self, parts: Parts) -> None:
+        """Show the step's gradients to their observers. An engine that has the gradients part by part shows each part
+        once, when the decision is made."""
+        assert self.verdict is not None, "gradients are shown when the step is judged"
+        self._gradients.show(parts, by_layer=self.verdict.event is not None or self._observers.layer_norms)

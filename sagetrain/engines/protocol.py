@@ -1,26 +1,19 @@
-"""The protocol of an engine: its methods, the observers that it is given for an optimizer step, and the result of a
-step on all ranks.
-
-An engine keeps the weights of a model and the state of its optimizer, and takes steps. Training, checkpoints and
-inference know only this protocol, and not the implementations (engines/deepspeed, engines/fsdp.py).
-"""
+"""The values that an engine (step.Engine) is given for a step and gives back: observers, the result of the step on all
+ranks, and the ranges of tensors that a rank keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from sagetrain.data.batch import Batch
 from sagetrain.model.tensors import TensorSpec
-from sagetrain.model.transformer import Gradients, Transformer
+from sagetrain.model.transformer import Gradients
 from sagetrain.optim.pieces import State, Weights
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.stability.replica_check import ReplicaCheck
@@ -113,7 +106,6 @@ class StepResult:
     layer_norms: dict[str, float] = field(default_factory=dict)
     """The gradient norm of each layer, by name. It is there if the engine found it finite, and if the step has an event
     or observers asked for it."""
-
     room: float | None = None
     """The room for rows of experts (parallel.expert_room) with which the step is to be taken again, because rows did
     not fit. None: they did."""
@@ -191,118 +183,3 @@ def every(spec: TensorSpec) -> bool:
 
 NOBODY = Observers()
 """No observers: nothing looks at the step, and its update is made."""
-
-
-class Engine(Protocol):
-    """An engine keeps a model's weights and its optimizer's state on the ranks of a run, and takes steps. Methods are
-    collective unless their docstring says otherwise."""
-
-    @property
-    def groups(self) -> ParallelGroups: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def model(self) -> Transformer: ...
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The settings that were handed to the library behind the engine. They are written to the run folder."""
-        ...
-
-    @property
-    def optimizer_steps(self) -> int:
-        """The number of updates that the optimizer's state has seen, those before a resume included."""
-        ...
-
-    def step(
-        self,
-        batches: Iterable[Batch],
-        micro_batches: int,
-        lr: float,
-        observers: Observers = NOBODY,
-        counted: int | None = None,
-        stop: Callable[[], bool] = never,
-    ) -> StepResult:
-        """Run forward and backward over the micro-batches, then make one update if observers.judge allows it.
-
-        A step that is refused, or whose gradient is not finite, leaves the weights and the optimizer's state exactly as
-        they were, bit by bit. So does a step in which rows of experts had no room: call it again (StepResult.room).
-
-        Args:
-            batches: this rank's micro-batches.
-            micro_batches: the number of micro-batches on this rank.
-            lr: the learning rate of the update.
-            observers: the observers of this step.
-            counted: the number of tokens in all ranks' batches that count in the loss. The loss is their mean. None:
-                all tokens count. If no token counts, loss and gradient are 0.
-            stop: returns whether this rank was asked to stop. It is called at the end of the step, and all ranks learn
-                the answer.
-        """
-        ...
-
-    def evaluate(
-        self, batches: Iterable[Batch], sources: Sequence[str] = (), stop: Callable[[], bool] = never
-    ) -> dict[str, float]:
-        """Return the validation losses in nats per token. Every rank has the same number of micro-batches.
-
-        Args:
-            batches: this rank's micro-batches.
-            sources: the names of the data sources, if a loss of each is wanted.
-            stop: returns whether this rank was asked to stop. It is called before every batch.
-
-        Returns:
-            valid/loss, the mean over the counted tokens of all ranks, and valid/<name>/loss for each of `sources`. The
-                loss of a source is nan if no batch has tokens of it.
-
-        Raises:
-            InterruptedError: on every rank, if any rank was asked to stop. With several ranks the error comes one batch
-                later, because no rank waits for the batch that has just begun.
-        """
-        ...
-
-    def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
-        """Return a function that calls a model that is spread over the ranks like the engine's own, and returns its
-        logits on all of them. Not collective; the function is."""
-        ...
-
-    def waits(self) -> str:
-        """Return what this rank waits for, in words, or "". Another thread may call it. Not collective."""
-        ...
-
-    def logits(self, batch: Batch) -> Tensor:
-        """Return the logits of a micro-batch, [B, S (/ cp), vocab] in the model's dtype. Labels are ignored."""
-        ...
-
-    def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over the part of each tensor that this rank keeps, in the order of the model. `chosen` selects
-        tensors. Every rank gets an item for each chosen tensor, even if the rank keeps nothing of it. Not
-        collective."""
-        ...
-
-    def leaves(self) -> Mapping[str, Tensor]:
-        """Return the tensors that receive gradients from autograd, by name. They stay the same for the whole run, and
-        may have no memory outside of a pass. Not collective."""
-        ...
-
-    def gathered(self) -> Mapping[str, Tensor]:
-        """Return the whole weights of this tensor-parallel rank, in the model's dtype, by name. They are the engine's
-        own memory and stay until the next step. Not for ZeRO 3, where a rank may have no memory for them."""
-        ...
-
-    def weights_changed(self) -> None:
-        """Renew what depends on the weights. Call this after weights were set in all copies that ranks keep of them."""
-        ...
-
-    def state_changed(self, optimizer_steps: int | None = None) -> None:
-        """Copy the master weights to every other copy of the weights. Call this after master weights or moments were
-        set.
-
-        Args:
-            optimizer_steps: the number of steps that the optimizer has made so far; None: the number stays as it is.
-
-        Raises:
-            ConfigError: on every rank, if the engine's memory does not hold what `owned` says.
-        """
-        ...

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.config.errors import TrainingError
+from sagetrain.engines.gradients import Decision
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.sharding import Unit, UnitRanks
-from sagetrain.engines.step import Decision
 from sagetrain.model.placement import first_of, place
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.model.transformer import Transformer
@@ -178,7 +178,7 @@ class Shards:
         return self._ranks[name].twin or (self._is_copy and name == EMBEDDING)
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over the shards: see engines/protocol.Engine."""
+        """Iterate over the shards: see step.Engine."""
         for name, spec in self._specs.items():
             if chosen(spec):
                 master, start = self.masters[name], self._starts[name]

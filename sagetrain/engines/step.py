@@ -1,80 +1,41 @@
 """Take a step from top to bottom: run micro-batches, reduce gradients, observe and judge once, update or leave. All
 engines share this order, and the evaluation.
 
-An engine derives from BaseEngine and implements how it runs the model, adds up gradients, and updates weights. Its
-traversal puts the passes of micro-batches in order (traversal.py).
+An engine derives from Engine and implements how it runs the model, adds up gradients, and updates weights
+(fsdp.py, deepspeed/). Its traversal puts the passes of micro-batches in order (traversal.py).
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.checkpoint.ledger import fold
 from sagetrain.data.batch import Batch
-from sagetrain.engines.gradients import Parts, StepGradients
-from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, never
-from sagetrain.engines.room import METRIC as METRIC_OF_ROOM
+from sagetrain.engines.gradients import Decision, StepGradients
+from sagetrain.engines.protocol import NOBODY, Observers, Owned, Probe, StepResult, every, never
 from sagetrain.engines.room import Room
-from sagetrain.engines.traversal import Passes, Plain, counted_of
+from sagetrain.engines.traversal import Passes, Plain, counted_of, until
+from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.digest import word_sum
 from sagetrain.parallel.metrics import Metrics, ratio, root_mean_square
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.replica_check import METRIC, ReplicaCheck
-from sagetrain.stability.spikes import Verdict
 
 
-class Decision:
-    """The decision on one step: whether its update is made. It is made once and is the same on all ranks, as soon as an
-    engine knows the gradient norm."""
+class Engine(Passes):
+    """The engine of a run: it keeps a model's weights and its optimizer's state on the ranks, and takes steps.
 
-    def __init__(
-        self, observers: Observers, groups: ParallelGroups, gradients: StepGradients, device: torch.device
-    ) -> None:
-        self._observers, self._groups, self._gradients, self._device = observers, groups, gradients, device
-        self.metrics: dict[str, float] = {}
-        """The step's numbers over all ranks. The dict is filled when the decision is made."""
-        self.verdict: Verdict | None = None
-        self.lacked_room: bool = False
-        """Whether rows of experts had no room on some rank (room.py). Such a step is not judged."""
-
-    def allows(self, norm: Tensor | float | None = None) -> bool:
-        """Return whether the update is to be made. The first call reduces the step's metrics, which is collective, and
-        asks the judge. Later calls return the same answer.
-
-        Args:
-            norm: the global gradient norm before clipping, the same on every rank. None: the engine has added
-                train/grad_norm to the metrics itself.
-        """
-        if self.verdict is None:
-            if norm is not None:
-                self._groups.metrics.mean("train/grad_norm", norm)
-            # Pipeline stages measure their own layers.
-            differ = self._observers.probes or self._observers.watch
-            self.metrics = self._groups.metrics.reduce(self._device, self._groups.pp_group if differ else None)
-            self.lacked_room = self.metrics.pop(METRIC_OF_ROOM, 0.0) > 0
-            self.verdict = Verdict(apply=False) if self.lacked_room else self._observers.judge(self.metrics)
-        return self.verdict.apply
-
-    def show(self, parts: Parts) -> None:
-        """Show the step's gradients to their observers. An engine that has the gradients part by part shows each part
-        once, when the decision is made."""
-        assert self.verdict is not None, "gradients are shown when the step is judged"
-        self._gradients.show(parts, by_layer=self.verdict.event is not None or self._observers.layer_norms)
-
-
-class BaseEngine(Passes):
-    """The part of an engine that takes a step, in the order that all engines share. engines/protocol.Engine describes
-    the methods.
+    Training, checkpoints and inference know this class, and not the engines that derive from it. Methods are collective
+    unless their docstring says otherwise.
 
     Args:
         model: the model that the engine trains.
@@ -86,12 +47,48 @@ class BaseEngine(Passes):
     ) -> None:
         super().__init__(model, groups, device)
         self.optimizer_steps = 0
+        """The number of updates that the optimizer's state has seen, those before a resume included."""
         self.room: Room | None = None
         """The room for rows of experts. None: there is room for all rows."""
         self._traversal = Plain(self)
         self._gradients = gradients
 
     # -- what each engine does its own way -----------------------------------------------------------------------
+
+    settings: Mapping[str, Any]
+    """The settings that were handed to the library behind the engine. They are written to the run folder."""
+
+    @abstractmethod
+    def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
+        """Iterate over the part of each tensor that this rank keeps, in the order of the model. `chosen` selects
+        tensors. Every rank gets an item for each chosen tensor, even if the rank keeps nothing of it. Not
+        collective."""
+
+    @abstractmethod
+    def leaves(self) -> Mapping[str, Tensor]:
+        """Return the tensors that receive gradients from autograd, by name. They stay the same for the whole run, and
+        may have no memory outside of a pass. Not collective."""
+
+    @abstractmethod
+    def gathered(self) -> Mapping[str, Tensor]:
+        """Return the whole weights of this tensor-parallel rank, in the model's dtype, by name. They are the engine's
+        own memory and stay until the next step. Not for ZeRO 3, where a rank may have no memory for them."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """Renew what depends on the weights. Call this after weights were set in all copies that ranks keep of them."""
+
+    @abstractmethod
+    def state_changed(self, optimizer_steps: int | None = None) -> None:
+        """Copy the master weights to every other copy of the weights. Call this after master weights or moments were
+        set.
+
+        Args:
+            optimizer_steps: the number of steps that the optimizer has made so far; None: the number stays as it is.
+
+        Raises:
+            ConfigError: on every rank, if the engine's memory does not hold what `owned` says.
+        """
 
     @abstractmethod
     def _prepare(self, micro_batches: int, lr: float) -> None:
@@ -121,7 +118,21 @@ class BaseEngine(Passes):
         counted: int | None = None,
         stop: Callable[[], bool] = never,
     ) -> StepResult:
-        """Take one optimizer step: see engines/protocol.Engine."""
+        """Run forward and backward over the micro-batches, then make one update if observers.judge allows it.
+
+        A step that is refused, or whose gradient is not finite, leaves the weights and the optimizer's state exactly as
+        they were, bit by bit. So does a step in which rows of experts had no room: call it again (StepResult.room).
+
+        Args:
+            batches: this rank's micro-batches.
+            micro_batches: the number of micro-batches on this rank.
+            lr: the learning rate of the update.
+            observers: the observers of this step.
+            counted: the number of tokens in all ranks' batches that count in the loss. The loss is their mean. None:
+                all tokens count. If no token counts, loss and gradient are 0.
+            stop: returns whether this rank was asked to stop. It is called at the end of the step, and all ranks learn
+                the answer.
+        """
         metrics = self.groups.metrics
         metrics.clear()
         if self.room:
@@ -230,29 +241,44 @@ class BaseEngine(Passes):
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
-        """Return the logits of a micro-batch: see engines/protocol.Engine."""
+        """Return the logits of a micro-batch, [B, S (/ cp), vocab] in the model's dtype. Labels are ignored."""
         self._prepare_evaluation()
         return self.as_whole(self.model)(**{**self.inputs(batch), "labels": None})
 
     def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
-        """Return a function that calls the model: see engines/protocol.Engine."""
+        """Return a function that calls a model that is spread over the ranks like the engine's own, and returns its
+        logits on all of them. Not collective; the function is."""
         return self._traversal.as_whole(model)
 
     def waits(self) -> str:
-        """Return what this rank waits for: see engines/protocol.Engine."""
+        """Return what this rank waits for, in words, or "". Another thread may call it. Not collective."""
         return self._traversal.waits()
 
     @torch.no_grad()
     def evaluate(
         self, batches: Iterable[Batch], sources: Sequence[str] = (), stop: Callable[[], bool] = never
     ) -> dict[str, float]:
-        """Return the losses of held-out batches: see engines/protocol.Engine."""
+        """Return the validation losses in nats per token. Every rank has the same number of micro-batches.
+
+        Args:
+            batches: this rank's micro-batches.
+            sources: the names of the data sources, if a loss of each is wanted.
+            stop: returns whether this rank was asked to stop. It is called before every batch.
+
+        Returns:
+            valid/loss, the mean over the counted tokens of all ranks, and valid/<name>/loss for each of `sources`. The
+                loss of a source is nan if no batch has tokens of it.
+
+        Raises:
+            InterruptedError: on every rank, if any rank was asked to stop. With several ranks the error comes one batch
+                later, because no rank waits for the batch that has just begun.
+        """
         self._prepare_evaluation()
         # The evaluation has metrics of its own, because numbers that the model adds meanwhile belong to no step.
         metrics = Metrics()
         # Each row is the sum of losses and the number of tokens.
         totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)
-        for batch, labels, losses in self._traversal.token_losses(self._until(stop, batches)):
+        for batch, labels, losses in self._traversal.token_losses(until(stop, batches, self.device)):
             counted = (labels[: batch.weight] >= 0).sum(1, dtype=torch.float64)
             sums = torch.stack([losses[: batch.weight].double().sum(1), counted], 1)
             totals[0] += sums.sum(0)
@@ -263,14 +289,3 @@ class BaseEngine(Passes):
         for name, parts in zip(["valid/loss", *(f"valid/{name}/loss" for name in sources)], totals, strict=True):
             metrics.derive(name, ratio, *parts)
         return metrics.reduce(self.device)
-
-    def _until(self, stop: Callable[[], bool], batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches until any rank is asked to stop: see engines/protocol.Engine.evaluate."""
-        several, asked = dist.get_world_size() > 1, collections.deque[Tensor]()
-        for batch in batches:
-            asked.append(torch.tensor(stop(), dtype=torch.int32, device=self.device if several else "cpu"))
-            if several:
-                dist.all_reduce(asked[-1], op=dist.ReduceOp.MAX)
-            if len(asked) > several and asked.popleft():
-                raise InterruptedError
-            yield batch

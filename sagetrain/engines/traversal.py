@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.data.batch import Batch
@@ -84,6 +86,18 @@ def hashing(last: bool, observers: Observers) -> AbstractContextManager[Hashes |
     return observers.replay.hashing() if observers.replay and last else contextlib.nullcontext()
 
 
+def until(stop: Callable[[], bool], batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield batches until any rank is asked to stop: see step.Engine.evaluate."""
+    several, asked = dist.get_world_size() > 1, deque[Tensor]()
+    for batch in batches:
+        asked.append(torch.tensor(stop(), dtype=torch.int32, device=device if several else "cpu"))
+        if several:
+            dist.all_reduce(asked[-1], op=dist.ReduceOp.MAX)
+        if len(asked) > several and asked.popleft():
+            raise InterruptedError
+        yield batch
+
+
 class Plain:
     """Take one micro-batch after the other through the whole model."""
 
@@ -135,9 +149,9 @@ class Plain:
             yield batch, inputs["labels"], self._engine.run({**inputs, "by_token": True})
 
     def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
-        """Return a function that calls a model: see engines/protocol.Engine."""
+        """Return a function that calls a model: see step.Engine."""
         return model
 
     def waits(self) -> str:
-        """Return what this rank waits for: see engines/protocol.Engine."""
+        """Return what this rank waits for: see step.Engine."""
         return ""

@@ -24,7 +24,7 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_config import BESIDE
 from sagetrain.data.tokenizer_copy import kept_templates
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.inference.located import located
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.moe import MoE

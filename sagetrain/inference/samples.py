@@ -8,7 +8,7 @@ from dataclasses import replace
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.parallel.objects import of_every_rank

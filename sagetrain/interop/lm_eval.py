@@ -22,7 +22,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.batch import Batch
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.inference.generate import Sampling, finished
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training

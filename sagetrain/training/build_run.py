@@ -50,7 +50,7 @@ from sagetrain.data.function import FunctionStream, SampleFunction
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.engines.build_engine import build_engine, partitioner
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.model import initialization
 from sagetrain.model.activation_offload import ActivationOffload
 from sagetrain.model.compile import compile_blocks

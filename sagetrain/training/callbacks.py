@@ -15,7 +15,8 @@ from pathlib import Path
 
 from sagetrain.cluster.failures import Failures
 from sagetrain.config.schema import RunConfig
-from sagetrain.engines.protocol import Engine, StepResult
+from sagetrain.engines.protocol import StepResult
+from sagetrain.engines.step import Engine
 from sagetrain.parallel.objects import of_rank_0
 from sagetrain.stability.controller import Event
 

@@ -23,7 +23,8 @@ from sagetrain.config.run_parts import end_of
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine, Observers, StepResult, untimed
+from sagetrain.engines.protocol import Observers, StepResult, untimed
+from sagetrain.engines.step import Engine
 from sagetrain.model.backends import attention_function
 from sagetrain.parallel.objects import of_every_rank
 from sagetrain.stability.balance import Starving

@@ -16,7 +16,7 @@ from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.config.load import flat
 from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.data.token_file import write_atomic
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.model.tensors import tensors
 from sagetrain.optim.build import kinds_of
 from sagetrain.storage.url_path import Location, location

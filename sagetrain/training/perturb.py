@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sagetrain.engines.protocol import Engine
+    from sagetrain.engines.step import Engine
 
 GAINS = "blocks.0.attention_norm.gain", "blocks.0.attention_post_norm.gain"
 """The gain of which one channel is changed: the first that the model has."""

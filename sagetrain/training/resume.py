@@ -21,7 +21,7 @@ from sagetrain.config.run_parts import KEYS_OF_STAGES, lengths_of, part_at, part
 from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
 from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
 from sagetrain.data import verify
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.storage.url_path import Location
 from sagetrain.training.init_from import differences, same_optimizer

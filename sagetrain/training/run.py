@@ -23,7 +23,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.topology import ParallelGroups

@@ -13,7 +13,7 @@ from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import stages
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.stages import blocks_of_chunks
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.parallel import copies
 from sagetrain.training.run import Run
 

@@ -29,7 +29,8 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.run_parts import end_of, lengths_of
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.data.batch import Batch, Sample, batch_of
-from sagetrain.engines.protocol import Engine, Observers, StepResult
+from sagetrain.engines.protocol import Observers, StepResult
+from sagetrain.engines.step import Engine
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.training import resume

@@ -25,7 +25,7 @@ from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.costs.accounting import total_bytes
 from sagetrain.costs.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.parallel.rng import rng_state
 from sagetrain.training import copying
 

@@ -8,7 +8,7 @@ import tiny
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
 from sagetrain.checkpoint import on_disk, reading
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 
 MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
 

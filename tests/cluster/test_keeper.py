@@ -77,9 +77,9 @@ DIES = """
 import os, signal, sys, torch
 from sagetrain.cluster.lifeline import generation
 from sagetrain.config.errors import TrainingError
-from sagetrain.engines.step import BaseEngine
+from sagetrain.engines.step import Engine
 
-plain = BaseEngine.step
+plain = Engine.step
 
 def step(self, *how):
     at = generation(), self.optimizer_steps + 1
@@ -93,7 +93,7 @@ def step(self, *how):
         raise RuntimeError("no luck")
     return plain(self, *how)
 
-BaseEngine.step = step
+Engine.step = step
 from sagetrain.__main__ import program
 program()
 """

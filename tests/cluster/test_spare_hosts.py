@@ -30,9 +30,9 @@ from pathlib import Path
 host = os.environ["HOST"]
 socket.gethostname = lambda: host
 from sagetrain.checkpoint import slots
-from sagetrain.engines.step import BaseEngine
+from sagetrain.engines.step import Engine
 
-slots.ROOT, plain = Path(os.environ["HOSTS"], host), BaseEngine.step
+slots.ROOT, plain = Path(os.environ["HOSTS"], host), Engine.step
 
 def step(self, *how):
     while self.optimizer_steps == 9 and not Path(os.environ["HOSTS"], "go").exists():
@@ -44,7 +44,7 @@ def step(self, *how):
             os.kill(os.getpid(), signal.SIGKILL)
     return plain(self, *how)
 
-BaseEngine.step = step
+Engine.step = step
 from sagetrain.__main__ import program
 program()
 """

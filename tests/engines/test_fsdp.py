@@ -26,8 +26,9 @@ from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp, kept_weights
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.protocol import Observers
 from sagetrain.engines.sharding import Unit
+from sagetrain.engines.step import Engine
 from sagetrain.parallel import layers
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.costs import deepspeed_prices
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 
 BY_DEEPSPEED = {"engine": "deepspeed"}
 BUCKET = 8000  # The model has some 25,000 parameters.

@@ -18,7 +18,8 @@ from sagetrain.config.layout import Layout
 from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.engines.protocol import Engine, Observers, every
+from sagetrain.engines.protocol import Observers, every
+from sagetrain.engines.step import Engine
 from sagetrain.model import dispatch
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec, tensors

@@ -19,8 +19,9 @@ from sagekernels.adamw import BLOCK
 from sagekernels.muon import orthogonalize
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import OptimizerConfig
-from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.protocol import Observers
 from sagetrain.engines.sharding import rows_of
+from sagetrain.engines.step import Engine
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.optim import muon, weights
 from sagetrain.optim.adamw import AdamW

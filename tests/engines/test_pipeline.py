@@ -17,7 +17,8 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.protocol import Observers
+from sagetrain.engines.step import Engine
 from sagetrain.model.backends import attention_function
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event

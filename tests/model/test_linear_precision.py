@@ -17,7 +17,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.inference.evaluate import evaluate, together
 from sagetrain.inference.load import load_run
 from sagetrain.model.compile import compile_blocks

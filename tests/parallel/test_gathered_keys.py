@@ -16,7 +16,7 @@ from kernel_inputs import chunk_bounds
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.model.backends import Reference, Sdpa, VarlenSdpa, token_layout
 from sagetrain.model.chunk_layouts import with_chunks
 from sagetrain.model.transformer import Transformer

@@ -23,7 +23,8 @@ from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.protocol import Observers
+from sagetrain.engines.step import Engine
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups

@@ -17,7 +17,8 @@ from sagetrain.config.check import check
 from sagetrain.config.schema import MonitorConfig
 from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.protocol import Observers
+from sagetrain.engines.step import Engine
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.monitor import Monitor

@@ -17,7 +17,8 @@ from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.batch import MASKED, Batch
-from sagetrain.engines.protocol import Engine, Observers, every
+from sagetrain.engines.protocol import Observers, every
+from sagetrain.engines.step import Engine
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Gradients, Transformer, gradients

@@ -20,7 +20,8 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError, TrainingError
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.protocol import Observers
+from sagetrain.engines.step import Engine
 from sagetrain.model.walks import Half
 from sagetrain.parallel.digest import ROW, digest, digest_by
 from sagetrain.stability.replica_check import METRIC, ReplicaCheck, ReplicaTry

@@ -9,7 +9,8 @@ from distributed import run_distributed
 from sagetrain.config.schema import MonitorConfig
 from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.protocol import Observers
+from sagetrain.engines.step import Engine
 from sagetrain.model.backends import Reference
 from sagetrain.stability.linear_errors import LinearErrors
 from sagetrain.stability.monitor import Monitor

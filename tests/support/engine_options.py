@@ -19,7 +19,7 @@ import tiny
 from sagetrain.config import RunConfig
 from sagetrain.config.rules import fit
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.parallel.topology import ParallelGroups
 
 Row = Mapping[str, str]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 
 
 class _Stream:

@@ -23,7 +23,8 @@ from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.deepspeed import deepspeed_engine
-from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
+from sagetrain.engines.protocol import Observers, Owned, StepResult
+from sagetrain.engines.step import Engine
 from sagetrain.inference.load import in_training
 from sagetrain.model.activation_offload import ActivationOffload, HostCopies
 from sagetrain.model.backends import AttentionFunction

@@ -33,9 +33,9 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.engines.deepspeed.deepspeed_config import deepspeed_config
 from sagetrain.engines.deepspeed.masters import Masters
 from sagetrain.engines.deepspeed.mpu import Mpu
-from sagetrain.engines.gradients import StepGradients
+from sagetrain.engines.gradients import Decision, StepGradients
 from sagetrain.engines.protocol import Owned, every
-from sagetrain.engines.step import BaseEngine, Decision
+from sagetrain.engines.step import Engine
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
@@ -58,7 +58,7 @@ class Handed(torch.optim.Optimizer):
         self.update([p for group in self.param_groups for p in group["params"] if p.grad is not None])
 
 
-class DeepSpeedEngine(BaseEngine):
+class DeepSpeedEngine(Engine):
     """An engine on DeepSpeed, for any gradient accumulation at ZeRO 0 to 2."""
 
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
@@ -96,7 +96,7 @@ class DeepSpeedEngine(BaseEngine):
     # -- what it keeps -------------------------------------------------------------------------------------------
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over the part of each tensor that this rank keeps: see engines/protocol.Engine."""
+        """Iterate over the part of each tensor that this rank keeps: see step.Engine."""
         return self._masters.owned(chosen)
 
     def leaves(self) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class DeepSpeedEngine(BaseEngine):
         return dict(self.model.named_parameters())
 
     def gathered(self) -> Mapping[str, Tensor]:
-        """Return the whole weights of this tensor-parallel rank: see engines/protocol.Engine."""
+        """Return the whole weights of this tensor-parallel rank: see step.Engine."""
         return self.leaves()
 
     def weights_changed(self) -> None:
@@ -117,7 +117,7 @@ class DeepSpeedEngine(BaseEngine):
 
     @torch.no_grad()
     def state_changed(self, optimizer_steps: int | None = None) -> None:
-        """Bring all copies of the weights in line with the masters: see engines/protocol.Engine."""
+        """Bring all copies of the weights in line with the masters: see step.Engine."""
         self._masters.spread()
         self.weights_changed()
         self._masters.check()
@@ -136,12 +136,12 @@ class DeepSpeedEngine(BaseEngine):
         self._ds.eval()
 
     def run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Call the model: see BaseEngine."""
+        """Call the model: see step.Engine."""
         result: Tensor = self._ds(**inputs)
         return result
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
+        """Add the gradient of a micro-batch's loss to the step's gradient: see step.Engine."""
         self._ds.backward(loss)
 
     def _update(self, decision: Decision) -> bool:

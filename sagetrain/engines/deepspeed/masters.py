@@ -126,7 +126,7 @@ class Masters:
         return inside.start, inside.start + inside.numel, flat.start, master
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over the part of each chosen tensor that this rank keeps: see engines/protocol.Engine."""
+        """Iterate over the part of each chosen tensor that this rank keeps: see step.Engine."""
         for part in self._parts:
             piece = part.piece
             if chosen(piece.spec):
