@@ -93,9 +93,10 @@ class Layout:
         on_request = cfg.training.cuda_graphs == "on" and refusal is None
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks. At ZeRO
         # 3 they do with experts, state in the host's memory, and copies of shards, which are reduced once a step. A
-        # single replica has nothing to fetch, and rows in 16 bits would only take memory.
+        # single replica has nothing to fetch, and rows in 16 bits only take memory, unless its micro-steps are to be
+        # recorded.
         of_default = parallel.offload == "none" and parallel.shard_size is None
-        plain = of_default and cfg.model.experts is None and replicas > 1
+        plain = of_default and cfg.model.experts is None and (replicas > 1 or on_request)
         rests = not by_deepspeed and stages == 1 and (stage < 2 or (on_request if stage == 2 else plain))
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
         experts = parallel.expert_parallel_size
@@ -195,13 +196,14 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
          "use fsdp"),
         (untried and ranks > 1, "parallel.expert_parallel_size", ranks,
          "exchanges between experts were recorded on CPUs alone, and cuda_graphs: on records them", "use 1"),
-        (untried and stage == 2, "parallel.zero_stage", stage,
+        (untried and stage > 1, "parallel.zero_stage", stage,
          "reductions of every micro-step were not timed, and cuda_graphs: on records them", "use 0 or 1"),
-        (stage == 2 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
-         "copies of shards would be reduced in every micro-step at zero_stage 2", "use null, or zero_stage 1"),
-        (stage == 2 and ranks > 1, "parallel.expert_parallel_size", ranks,
-         "copies of experts would be reduced in every micro-step at zero_stage 2", "use 1, or zero_stage 1"),
-        (stage > 2, "parallel.zero_stage", stage, "weights of blocks come and go in every micro-step", "use 0 to 2"),
+        (stage > 1 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
+         f"copies of shards would be reduced in every micro-step at zero_stage {stage}", "use null, or zero_stage 1"),
+        (stage > 1 and ranks > 1, "parallel.expert_parallel_size", ranks,
+         f"copies of experts would be reduced in every micro-step at zero_stage {stage}", "use 1, or zero_stage 1"),
+        (stage > 2 and cfg.model.experts is not None, "parallel.zero_stage", stage,
+         "hooks gather the experts of a block in every micro-step", "use 0 to 2"),
         (parallel.offload != "none", "parallel.offload", parallel.offload, "gradients leave the GPU", "use none"),
         (cfg.training.activation_offload, "training.activation_offload", "true", "activations leave the GPU",
          "use false"),

@@ -82,9 +82,11 @@ def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list
     """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there."""
     if cfg.training.cuda_graphs != "on" or not layout.recorded:
         return []
-    reduced = 4 * size // layout.shards if layout.reduced == "once a step" else 0
-    why = "activations of micro-steps as CUDA graphs, beside those of passes by the host, and reduced gradients"
-    return [MemoryItem("recordings", max(map(total_bytes, passes)) + reduced, why)]
+    what, beside = "reduced gradients", 4 * size // layout.shards if layout.reduced == "once a step" else 0
+    if layout.zero_stage == 3:
+        what, beside = "a block on its way to its place", rank_of(cfg).element * fsdp_groups(cfg, size)[0]
+    why = f"activations of micro-steps as CUDA graphs, beside those of passes by the host, and {what}"
+    return [MemoryItem("recordings", max(map(total_bytes, passes)) + beside, why)]
 
 
 def kept_bytes(operations: Iterable[Operation]) -> int:

@@ -133,13 +133,16 @@ class ResidentWeights(GatheredWeights):
         for module in list(self._stale):
             self._enter(module)
 
+    def interrupt(self) -> None:
+        """Forget what a recording of a micro-step did that was not ended. Weights were ready when it began."""
+
     def _wait(self, number: int) -> None:
         self._whole.wait(number)
 
 
 class PassingWeights(ResidentWeights):
-    """Weights of ZeRO 3 that passes fetch without FSDP's hooks: those of a block have memory while a pass is in it, or
-    in the block before. What is outside of the blocks stays whole, and is renewed right after each update."""
+    """Weights of ZeRO 3 that passes fetch without FSDP's hooks: those of a block are whole while a pass is in it, or in
+    the block before. What is outside of the blocks stays whole, and is renewed right after each update."""
 
     def __init__(
         self,
@@ -160,9 +163,13 @@ class PassingWeights(ResidentWeights):
         self._blocks.renew()
 
     def gather(self) -> None:
-        """Make all weights ready: see GatheredWeights."""
+        """Make the weights ready that a micro-step begins with: see GatheredWeights."""
         self._enter(self._model)
-        self._blocks.begin_all()
+        self._blocks.begin_micro_step()
+
+    def interrupt(self) -> None:
+        """Forget what a recording did that was not ended: see ResidentWeights."""
+        self._blocks.interrupt()
 
     def _call(self, block: nn.Module, *inputs: Any) -> Any:
         """Call a block without its hooks."""

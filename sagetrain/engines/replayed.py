@@ -146,6 +146,8 @@ class Replayed(Plain):
             last: whether gradients are reduced in it.
             noise: the measurement that looks at the gradients.
         """
+        # A micro-step that was watched may have left other blocks than a recording begins with.
+        self._weights.gather()
         program = self._program_of(inputs, last, noise)
         program.inputs.write(inputs)
         # The first step allocates what later steps keep.
@@ -221,6 +223,7 @@ class Replayed(Plain):
             # What a micro-step left when it was interrupted was never computed.
             for leaf in self._leaves.values():
                 leaf.grad = None
+            self._weights.interrupt()
             if self._copies:
                 self._copies.interrupt()
             program.recording = None

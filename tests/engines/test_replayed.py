@@ -1,7 +1,8 @@
 """Micro-steps can be recorded once and replayed: their program holds no number that changes, and their memory stays."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from fake_graph import Counted, FakeGraph, differences
+from fake_graph import Counted, FakeGraph, copy_between, differences
 from sagekernels.autograd import DOCUMENT_BOUNDS
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.engine import findings
@@ -95,6 +96,8 @@ GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered, mask, recomputed": ("mask", {"model": ONE_HEAD, "training": {"activation_checkpointing": "full"}}),
 }
 CASES |= GATHERED
+UNEVEN = {"ffn_hidden_size": 45}
+CASES["uneven, selective"] = "mask", {"model": UNEVEN, "training": {"activation_checkpointing": "selective"}}
 
 
 def step_of(engine: Any, kind: str, step: int, count: int = 3, observers: Observers | None = None) -> tuple[Any, ...]:
@@ -124,15 +127,25 @@ def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Itera
         yield tiny.engine(tiny.config(stage, dtype, **{**sections, "training": training}), groups)
 
 
-def run_cases(stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1, ep: int = 1) -> dict[str, Any]:
+def run_cases(
+    stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1, ep: int = 1, by_copies: bool = False
+) -> dict[str, Any]:
     """Take three steps by the host, and by replays. Return what differs, and how many recordings and replays there
-    were."""
+    were.
+
+    Args:
+        by_copies: ranks copy from and to each other's memory.
+    """
     backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
     groups, found = tiny.join(tp, cp, ep_size=ep, gather=gather), {}
+    if by_copies:
+        copy_between(groups.replica_group)
     halves = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on"}
     halves |= {"context_parallel_size": cp, "expert_parallel_size": ep}
     for name in names:
         (kind, sections), counted = CASES[name], Counted()
+        if stage == 3:  # Two blocks at a time are whole.
+            sections = {**sections, "model": {"num_layers": 4, **sections.get("model", {})}}
         both = []
         for engine in engines(stage, counted, groups, **sections, parallel=halves):
             steps = [step_of(engine, kind, step) for step in range(3)]
@@ -168,6 +181,24 @@ def test_replicas_reduce_in_every_recorded_micro_step_at_zero_2() -> None:
         assert set(found.values()) == {(True, 1, 6)}, found
 
 
+@pytest.mark.parametrize(("ranks", "names"), [
+    (1, ["uneven, selective"]),
+    (2, ["INT8 layers", "loss mask, tied", "fp32", "sdpa, documents, recomputed"]),
+    (4, ["uneven, selective"]),
+])  # fmt: skip
+def test_weights_come_and_go_in_recorded_micro_steps_at_zero_3(ranks: int, names: list[str]) -> None:
+    """The host's way is through the hooks of FSDP2 where there is a single replica."""
+    for found in run_distributed(run_cases, ranks, 3, names):
+        assert set(found.values()) == {(True, 1, 6)}, found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_blocks_are_copied_between_ranks_in_recordings(ranks: int) -> None:
+    """A recording waits for its own copies alone, and for all of them."""
+    for found in run_distributed(run_cases, ranks, 3, ["uneven, selective"], 1, 1, 1, 1, True):
+        assert set(found.values()) == {(True, 1, 6)}, found
+
+
 def test_tensor_parallel_ranks_replay_their_collectives() -> None:
     for found in run_distributed(run_cases, 2, 1, ["INT8 layers", "experts"], 2):
         assert set(found.values()) == {(True, 1, 6)}
@@ -185,10 +216,26 @@ def test_ranks_that_gather_keys_replay_their_collectives() -> None:
         assert set(found.values()) == {(True, 2, 5)}
 
 
-def changes() -> list[str]:
+class Looking:
+    """An observer of a micro-step that takes a batch through the models by itself."""
+
+    def __init__(self, every: Sequence[Any]) -> None:
+        self._every = every
+
+    def passing(self, blocks: range, backward: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end(self) -> None:
+        for each in self._every:
+            with torch.no_grad():
+                each.forward(next(micro_batches("plain", 0, 1)))
+
+
+def changes(stage: int) -> list[str]:
     """Compare both ways while what is computed changes between steps. Return the changes after which they differ."""
     groups, counted, found = tiny.join(1), Counted(), []
-    host, other = engines(1, counted, groups, linear={"precision": "int8", "head": "int8"}, model=WIDE)
+    shape = WIDE | ({"num_layers": 4} if stage == 3 else {})
+    host, other = engines(stage, counted, groups, linear={"precision": "int8", "head": "int8"}, model=shape)
     every = host, other
     noise = {each: GradientNoise(each.leaves(), each.model.every_spec.values(), groups, each.device) for each in every}
     for each in every:
@@ -220,10 +267,12 @@ def changes() -> list[str]:
     check("noise again", new=0, replays=3, noises=True, step=2)
     check("refused", new=0, replays=3, judge=lambda metrics: Verdict(apply=False))
     check("norms", new=0, replays=0, layer_norms=True)
-    switch([{}, {}, {}])
+    check("watched", new=0, replays=2, watch=lambda *shape: Looking(every))
+    switch([{} for _ in int8])
     check("16 bits", new=1, replays=1)
     switch(int8)
-    check("8 bits again", new=1, replays=1)  # Its 8-bit weights are elsewhere now.
+    # The 8-bit weights of layers are elsewhere now. At ZeRO 3 there are none.
+    check("8 bits again", new=int(stage < 3), replays=1 if stage < 3 else 3)
     check("documents", new=1, replays=1, kind="documents")
     check("whole sequences again", new=0, replays=3)
     held_out = [tiny.evaluation(each, ["web"]) for each in every]
@@ -241,22 +290,26 @@ def changes() -> list[str]:
     return found
 
 
-def test_what_is_computed_may_change_between_replays() -> None:
-    assert run_distributed(changes, 1)[0] == []
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (2, 3)])
+def test_what_is_computed_may_change_between_replays(ranks: int, stage: int) -> None:
+    assert run_distributed(changes, ranks, stage) == [[]] * ranks
 
 
-def reading() -> tuple[bool, list[str], str]:
-    """Record a micro-step in which the host reads a value."""
+def reading(stage: int) -> tuple[bool, list[str], str]:
+    """Record a micro-step in which the host reads a value behind the third of four blocks."""
     groups, counted = tiny.join(1), Counted()
-    host, other = engines(1, counted, groups)
-    forward, answers = type(other.model.head).forward, []
+    if stage == 3:
+        copy_between(groups.replica_group)
+    host, other = engines(stage, counted, groups, model={"num_layers": 4})
+    block, answers = other.model.blocks[2], []
+    forward = block.forward
 
-    def reads(head: Any, *args: Any, **how: Any) -> torch.Tensor:
-        loss = forward(head, *args, **how)
-        answers.append(float(loss.detach()))
-        return loss
+    def reads(*args: Any) -> Any:
+        made = forward(*args)
+        answers.append(float(made[0].stream.detach().sum()))
+        return made
 
-    type(other.model.head).forward = reads
+    block.forward = reads
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         numbers = [[step_of(each, "plain", step) for step in range(3)] for each in (host, other)]
@@ -264,11 +317,12 @@ def reading() -> tuple[bool, list[str], str]:
     return same, [str(w.message) for w in said if "micro-step" in str(w.message)], other._traversal.refusal
 
 
-def test_what_cannot_be_recorded_goes_on_by_the_host() -> None:
-    same, said, refusal = run_distributed(reading, 1)[0]
-    assert same
-    assert len(said) == 1 and said[0].startswith("the host launches each micro-step from now on: HostRead: ")
-    assert refusal in said[0]
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (2, 3)])
+def test_what_cannot_be_recorded_goes_on_by_the_host(ranks: int, stage: int) -> None:
+    for same, said, refusal in run_distributed(reading, ranks, stage):
+        assert same
+        assert len(said) == 1 and said[0].startswith("the host launches each micro-step from now on: HostRead: ")
+        assert refusal in said[0]
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------
@@ -327,7 +381,6 @@ def test_auto_keeps_the_faster_way() -> None:
 
 
 @pytest.mark.parametrize(("key", "value", "why", "fix"), [
-    ("zero_stage", 3, "weights of blocks come and go in every micro-step", "use 0 to 2"),
     ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
     ("offload", "optimizer", "gradients leave the GPU", "use none"),
     ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),
@@ -343,14 +396,16 @@ def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: s
 
 
 def test_what_no_gpu_has_timed_is_recorded_on_request() -> None:
-    """`auto` leaves ZeRO 2, and experts that ranks have between them, to the host."""
+    """`auto` leaves ZeRO 2 and 3, and experts that ranks have between them, to the host."""
     for how, recorded in (("auto", False), ("on", True)):
         training = {"cuda_graphs": how}
-        cfg = tiny.config(2, "bf16", training=training)
-        assert (Layout.of(cfg).recorded, Layout.of(cfg).hooks == "never") == (recorded, recorded)
-        assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, Layout.of(cfg)))
-        kept = Layout.of(tiny.config(2, "bf16", training=training, parallel={"shard_size": 1}), 2)
-        assert not kept.recorded and kept.hooks == "every micro-step"
+        for stage in (2, 3):
+            cfg = tiny.config(stage, "bf16", training=training)
+            assert (Layout.of(cfg).recorded, Layout.of(cfg).hooks == "never") == (recorded, recorded)
+            assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, Layout.of(cfg)))
+            for sections in ({"parallel": {"shard_size": 1}}, *[{"model": {"experts": EXPERTS}}] * (stage > 2)):
+                kept = Layout.of(tiny.config(stage, "bf16", training=training, **sections), 2)
+                assert not kept.recorded and kept.hooks == "every micro-step"
         for parallel, taken in (({}, True), ({"expert_parallel_size": 2}, recorded)):
             cfg = tiny.config(1, "bf16", training=training, model={"experts": EXPERTS}, parallel=parallel)
             layout = Layout.of(cfg, 2)

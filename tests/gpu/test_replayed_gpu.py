@@ -22,7 +22,7 @@ from sagetrain.stability.noise_scale import GradientNoise
 
 pytestmark = needs_gpu()
 LENGTH, VOCAB = 512, 512
-SHAPE = {"num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": VOCAB}
+SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": VOCAB}
 CASES = {
     "bf16, sdpa": ("bf16", {"backend": "sdpa"}, "none"),
     "INT8, scores": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
@@ -107,11 +107,21 @@ def test_replays_have_the_bits_of_the_host() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "tp", "cp", "gather", "stage"),
-    [(1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 2, 2, 1), (2, 1, 1, 1, 2)],
+    [
+        (1, 1, 1, 1, 1),
+        (2, 1, 1, 1, 1),
+        (2, 2, 1, 1, 1),
+        (2, 1, 2, 1, 1),
+        (2, 1, 2, 2, 1),
+        (2, 1, 1, 1, 2),
+        (2, 1, 1, 1, 3),
+    ],
 )
 def test_replays_of_compiled_blocks_have_them_too(ranks: int, tp: int, cp: int, gather: int, stage: int) -> None:
     if ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
+    # At ZeRO 3 hooks gather experts.
+    cases = [case for case in CASES if stage < 3 or "experts" not in case]
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-        for found in run_distributed(_bits, ranks, list(CASES), True, tp, cp, gather, stage):
-            assert found == dict.fromkeys(CASES, True)
+        for found in run_distributed(_bits, ranks, cases, True, tp, cp, gather, stage):
+            assert found == dict.fromkeys(cases, True)

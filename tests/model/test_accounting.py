@@ -460,6 +460,18 @@ def test_context_parallelism_splits_the_activations():
     assert b["activations"] == a["activations"] / 4 + twice
 
 
+def test_recordings_keep_the_activations_of_a_micro_step():
+    """Recordings of ZeRO 3 also keep the memory through which a block comes to its place without copy engines."""
+    found = {}
+    for stage, graphs in itertools.product((2, 3), ("off", "on")):
+        cfg = run_config(parallel={"zero_stage": stage}, training={"cuda_graphs": graphs})
+        found[stage, graphs] = items(cfg, 2)
+    assert not any("recordings" in found[stage, "off"] for stage in (2, 3))
+    kept, passing = (found[stage, "on"]["recordings"] for stage in (2, 3))
+    assert kept > found[2, "on"]["activations"]
+    assert passing - kept == 2 * (4 * 256 * 256 + 3 * 256 * 768)
+
+
 def test_checkpointing_keeps_block_inputs_and_one_block():
     batch, tokens = {"micro_batch_size": 64}, 64 * 256
     memory = items(run_config(training={"activation_checkpointing": "full"}, data=batch, model={"num_layers": 50}), 1)

@@ -229,7 +229,7 @@ def _check_engine() -> None:
     """Compare ZeRO 3 whose blocks are copied out of the ranks' memory, by FSDP2's hooks and without them, with
     collectives, by hooks and without them. Shards are unequal."""
     hooked, passing = (
-        tiny.config(3, "bf16", parallel={"engine": "fsdp", **how}, model={"ffn_hidden_size": 45})
+        tiny.config(3, "bf16", parallel={"engine": "fsdp", **how}, model={"ffn_hidden_size": 45, "num_layers": 4})
         for how in ({"shard_size": dist.get_world_size()}, {})
     )
     groups = tiny.join(1)
@@ -245,12 +245,16 @@ def _check_engine() -> None:
     state = [[owned.read("weight").clone() for owned in engine.owned()] for engine in engines]
     assert found == [found[0]] * 4
     torch.testing.assert_close(state, [state[0]] * 4, rtol=0, atol=0)
-    # In each micro-step two blocks are gathered forward and backward.
-    assert connected[name]._count >= 3 * (8 // size) * 2 * 2
-    # Without hooks the block at the end of a pass stays for the next one. A renewal begins and ends with a meeting.
+    # In each micro-step four blocks are gathered forward and backward.
+    assert connected[name]._count >= 3 * (8 // size) * 2 * 4
+    # Without hooks the two blocks at the end of a pass stay for the next one. A renewal begins and ends with a meeting.
     gathers = [len(call.args[0]) > 1 for call in sent.call_args_list]
-    assert (gathers.count(True), gathers.count(False)) == (3 * (1 + 2 * 8 // size), 3 * 2)
-    assert list(blocks._present) == [], "what an update has made old has no memory"
+    assert (gathers.count(True), gathers.count(False)) == (3 * (2 + 4 * 8 // size), 3 * 2)
+    assert blocks._held == [None, None], "what an update has made old is in no slot"
+    matrices = [
+        leaf.data_ptr() for name, leaf in passes.leaves().items() if name.startswith("blocks.") if leaf.dim() > 1
+    ]
+    assert len({*matrices}) == len(matrices) / 2, "memory holds two of four blocks"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -15,15 +15,22 @@ Collectives of gloo are recorded as operators.
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
+from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from sagetrain.parallel import copies
 
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
 _EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
@@ -105,6 +112,8 @@ class FakeGraph(TorchDispatchMode):
         self.pool: dict[int, UntypedStorage] = {}
         self.outside: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._before: dict[int, UntypedStorage] = {}
+        self.under_way: list[Any] = []
+        """The events that nobody has waited for yet."""
         self.constants: list[str] = []
         """The lines that make tensors of the host's numbers, which a replay would not make again."""
 
@@ -115,6 +124,7 @@ class FakeGraph(TorchDispatchMode):
         try:
             with graph:
                 function()
+            assert not graph.under_way, "a recording ends before its copies"
         finally:
             for key, values in graph._before.items():
                 reference, _, _ = graph.outside[key]
@@ -181,6 +191,54 @@ class Counted:
                 graph.replay()
 
         return Recording()
+
+
+class CopiedMemory:
+    """A memory of files that all ranks map (copies.Memory). Its copies and meetings are operators, which a FakeGraph
+    records. An event is waited for where it was made: inside of the same recording, or outside of all."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._word = group, torch.zeros(1)
+        self._parts: dict[tuple[int, int], Tensor] = {}
+
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        folder: list[Any] = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder, group=self._group, group_src=0)
+        files = [f"{folder[0]}/{rank}" for rank in range(self._group.size())]
+        torch.from_file(files[self._group.rank()], shared=True, size=nbytes, dtype=torch.uint8).fill_(255)
+        dist.barrier(self._group)
+        return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
+
+    def another(self) -> CopiedMemory:
+        return CopiedMemory(self._group)
+
+    def send(self, steps: Sequence[Any]) -> Any:
+        for step in steps:
+            if isinstance(step, int):
+                dist.all_reduce(self._word, group=self._group)
+            else:
+                target, source, nbytes = step
+                self._part(target, nbytes).copy_(self._part(source, nbytes))
+        event = SimpleNamespace(inside=_get_current_dispatch_mode())
+        if event.inside:
+            event.inside.under_way.append(event)
+        return event
+
+    def wait(self, event: Any) -> None:
+        assert event.inside is _get_current_dispatch_mode(), "a recording waits for what was sent outside of it"
+        if event.inside:
+            event.inside.under_way.remove(event)
+
+    def _part(self, address: int, nbytes: int) -> Tensor:
+        if (address, nbytes) not in self._parts:
+            place = (ctypes.c_uint8 * nbytes).from_address(address)
+            self._parts[address, nbytes] = torch.frombuffer(place, dtype=torch.uint8)
+        return self._parts[address, nbytes]
+
+
+def copy_between(group: ProcessGroup) -> None:
+    """Let the ranks of a group copy from and to each other's memory."""
+    copies.connected[group.group_name] = copies.Copies(group.rank(), group.size(), CopiedMemory(group), slots=2)
 
 
 def differences(a: FakeGraph, b: FakeGraph) -> list[str]:
