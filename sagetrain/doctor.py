@@ -47,6 +47,7 @@ EXAMPLE = ModelConfig(
 """The model whose shapes are tried without a configuration: that of configs/1b.yaml."""
 
 EXTRAS = {
+    "fla": ("fla", "model.delta_net on a GPU"),
     "gs": ("gcsfs", "training.run_url: gs://"),
     "lm-eval": ("lm_eval", "evaluation.tasks, eval --tasks"),
     "s3": ("s3fs", "training.run_url: s3://"),

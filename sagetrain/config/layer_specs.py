@@ -7,7 +7,7 @@ import functools
 from typing import NamedTuple
 
 from sagetrain.config.linear_sizes import LinearSizes
-from sagetrain.config.sections.model import ExpertsConfig, ModelConfig, Norms, QKNorm, RopeScaling
+from sagetrain.config.sections.model import DeltaNetConfig, ExpertsConfig, ModelConfig, Norms, QKNorm, RopeScaling
 
 WITH_SINKS = ("sage", "reference")
 """The values of attention.backend that compute attention with sinks."""
@@ -81,6 +81,16 @@ class AttentionSpec(NamedTuple):
         }
 
 
+def _delta_net_layers(delta: DeltaNetConfig, hidden: int, ranks: int) -> dict[str, LinearSizes]:
+    """Return the sizes of the projections of a gated delta net on one of so many tensor-parallel ranks, keyed by name.
+    Those of its gates, a row for each head, are always in 16 bits and not among them."""
+    keys, values = delta.key_heads * delta.key_dim // ranks, delta.value_heads * delta.value_dim // ranks
+    return {
+        "qkv": LinearSizes(hidden, {"q": keys, "k": keys, "v": values, "z": values}),
+        "out": LinearSizes(values, {"out": hidden}),
+    }
+
+
 class MLPSpec(NamedTuple):
     """A dense MLP: down(silu(gate(x)) * up(x)), or another activation."""
 
@@ -115,6 +125,9 @@ class LayerSpec(NamedTuple):
     """The experts, whose sum is added to the output of `mlp`. None: the layer has none."""
     biased_experts: bool = False
     """Whether router and experts have biases, and experts the clamped SwiGLU (sagekernels/grouped_clamped.py)."""
+    delta_net: DeltaNetConfig | None = None
+    """The gated delta net in the place of `attention`, which then describes the layers that have attention. None: the
+    layer has attention."""
 
     @property
     def normed(self) -> tuple[bool, bool]:
@@ -124,8 +137,9 @@ class LayerSpec(NamedTuple):
     def linear_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
         """Return the sizes of the block's linear layers on one rank, keyed by name: qkv, out, gate_up, down. The
         products of experts are not among them."""
-        ranks = tensor_parallel_size
-        return self.attention.linear_layers(self.hidden, ranks) | self.mlp.linear_layers(self.hidden, ranks)
+        hidden, ranks = self.hidden, tensor_parallel_size
+        delta, mixer = self.delta_net, self.attention.linear_layers(hidden, ranks)
+        return (_delta_net_layers(delta, hidden, ranks) if delta else mixer) | self.mlp.linear_layers(hidden, ranks)
 
     def chosen_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
         """Return what linear.precision is chosen for: the linear layers, and `experts` with the sizes of one expert's
@@ -148,9 +162,9 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
     windows, gemma, oss = model.windows, model.conventions == "gemma", model.conventions == "gpt_oss"
     stretch = 1.0 if model.query_scale is None else (model.head_dim / model.query_scale) ** 0.25
 
-    def layer(windowed: bool, experts: ExpertsConfig | None) -> LayerSpec:
+    def layer(letter: str, experts: ExpertsConfig | None) -> LayerSpec:
         reach = Reach(None, Rope(model.rope_theta, model.rope_scaling, stretch))
-        if windows and windowed:
+        if windows and letter == "W":
             scaling = model.rope_scaling if oss else None
             reach = Reach(windows.tokens, Rope(windows.rope_theta or model.rope_theta, scaling, stretch))
         attention = AttentionSpec(
@@ -164,10 +178,11 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
             out_bias=oss,
         )
         mlp = MLPSpec(experts.shared * experts.ffn_size if experts else model.ffn_hidden_size, model.activation)
-        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts, oss)
+        delta = model.delta_net if letter == "D" else None
+        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts, oss, delta)
 
-    kinds = {(letter, experts): layer(letter == "W", experts) for letter in "WF" for experts in {None, model.experts}}
-    pattern = windows.pattern if windows else "F"
+    kinds = {(letter, experts): layer(letter, experts) for letter in "WDF" for experts in {None, model.experts}}
+    pattern = windows.pattern if windows else model.delta_net.pattern if model.delta_net else "F"
     dense = model.experts.dense_layers if model.experts else 0
     return tuple(
         kinds[pattern[number % len(pattern)], None if number < dense else model.experts]
@@ -177,10 +192,16 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
 
 def linear_layers(model: ModelConfig, tensor_parallel_size: int) -> dict[str, LinearSizes]:
     """Return the sizes of a block's linear layers on one rank, keyed by name: qkv, out, gate_up, down. All blocks are
-    alike in these, but for blocks with experts and those without (LayerSpec.linear_layers): the last block counts."""
-    return layers(model)[-1].linear_layers(tensor_parallel_size)
+    alike in these, but for blocks with experts and those without (LayerSpec.linear_layers), and those with a gated
+    delta net: the last block with attention counts."""
+    return _last(model).linear_layers(tensor_parallel_size)
 
 
 def chosen_layers(model: ModelConfig, tensor_parallel_size: int) -> dict[str, LinearSizes]:
-    """Return what linear.precision is chosen for (LayerSpec.chosen_layers). The last block counts."""
-    return layers(model)[-1].chosen_layers(tensor_parallel_size)
+    """Return what linear.precision is chosen for (LayerSpec.chosen_layers). The last block with attention counts."""
+    return _last(model).chosen_layers(tensor_parallel_size)
+
+
+def _last(model: ModelConfig) -> LayerSpec:
+    every = layers(model)
+    return next((layer for layer in reversed(every) if layer.delta_net is None), every[-1])

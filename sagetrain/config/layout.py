@@ -208,5 +208,7 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         (cfg.training.activation_offload, "training.activation_offload", "true", "activations leave the GPU",
          "use false"),
         (stages > 1, "parallel.pipeline_parallel_size", stages, "micro-batches are under way at once", "use 1"),
+        (cfg.model.delta_net, "model.delta_net.pattern", cfg.model.delta_net and cfg.model.delta_net.pattern,
+         "fla reads the lengths of documents on the host", "use model.delta_net: null"),
     )  # fmt: skip
     return next((Refusal(*rest) for refused, *rest in every if refused), None)

@@ -82,6 +82,13 @@ _KEYS: dict[str, str] = {
         "model.conventions (gpt_oss)": "swiglu_limit swiglu_alpha activation_func_clamp_value",
         "model.activation (swiglu or geglu)": "hidden_act hidden_activation activation_func",
         "model.windows (tokens, pattern, rope_theta)": "sliding_window window_size sliding_window_pattern",
+        "model.delta_net (pattern, key_heads, value_heads, ...)": "linear_attention linear_attn gated_delta_net "
+        "full_attention_interval experimental_attention_variant linear_attention_freq",
+        "model.delta_net.key_heads": "linear_num_key_heads",
+        "model.delta_net.value_heads": "linear_num_value_heads",
+        "model.delta_net.key_dim": "linear_key_head_dim",
+        "model.delta_net.value_dim": "linear_value_head_dim",
+        "model.delta_net.conv_size": "linear_conv_kernel_dim",
         "model.sinks": "attention_sinks learnable_sink learnable_sinks s_aux",
         _NO_DROPOUT: "dropout attention_dropout hidden_dropout",
         "attention.backend": "attn_implementation attention_implementation attn_backend attention_backend "

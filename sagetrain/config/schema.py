@@ -26,6 +26,7 @@ from sagetrain.config.sections.model import (
     SIXTEEN_BITS,
     AttentionConfig,
     BalanceConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     LinearConfig,
     ModelConfig,

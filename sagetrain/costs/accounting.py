@@ -19,15 +19,8 @@ from sagetrain.config.schema import (
     Recomputation,
     RunConfig,
 )
-from sagetrain.costs.operations import (
-    AttentionCost,
-    MatmulCost,
-    Operation,
-    Rank,
-    block_operations,
-    end_operations,
-    of_kind,
-)
+from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, Operation, of_kind
+from sagetrain.costs.operations import Rank, block_operations, end_operations
 from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors
 

@@ -11,7 +11,8 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import MemoryItem, rank_of, save_host_bytes, total_bytes
-from sagetrain.costs.operations import AttentionCost, block_operations, of_kind
+from sagetrain.costs.operation_kinds import AttentionCost, of_kind
+from sagetrain.costs.operations import block_operations
 from sagetrain.costs.stages import kinds_of_blocks
 from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors

@@ -24,7 +24,8 @@ from sagetrain.costs.accounting import (
     total_bytes,
     with_recomputation,
 )
-from sagetrain.costs.operations import Ends, MatmulCost, Operation, Rank, block_operations, end_operations, of_kind
+from sagetrain.costs.operation_kinds import MatmulCost, Operation, of_kind
+from sagetrain.costs.operations import Ends, Rank, block_operations, end_operations
 from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
 from sagetrain.optim.owners import MUON_ROUND
 

@@ -10,14 +10,15 @@ arithmetic is another `Precision`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.linear_sizes import EIGHT_BITS, LinearSizes
-from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, DeltaNetConfig, ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.costs.documents import document_share
+from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, Operation, PassCost, Precision
 from sagetrain.model.placement import by_rows
 
 # Elements moved per token and column, forward and backward, first fused by torch.compile and then eager. Fused, every
@@ -48,85 +49,12 @@ _EMBEDDING = 5
 _CASTS = 3, 3
 # A head in INT8 has one use, by torch.compile or eager. It is not taken to be fused with the norm, though it may be.
 _CAST_ONCE = 1.5, 16.5
+# Elements moved per column by the convolutions of a gated delta net (two forward, three backward), and by its output
+# norm (three and five).
+_CONVOLUTION, _GATED_NORM = 5, 8
+DELTA_RULE = "delta rule"
+"""The name of the recurrence of a gated delta net in Hardware.attention."""
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around the all-to-alls
-
-
-class Precision(NamedTuple):
-    """The arithmetic of a linear layer's three matmuls, as names of Hardware.precisions."""
-
-    forward: str
-    input_gradient: str
-    weight_gradient: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One entry of the list. It runs once forward and once backward in a micro-step."""
-
-    name: str
-    saved: int = 0
-    """The bytes that autograd keeps from forward to backward, for each token that the operation has on this rank.
-    The rank has a shard of the tokens where these are sharded."""
-    shards: int = 1
-    """The number of ranks among which the saved tokens are sharded."""
-    recomputed: bool = False
-    """Whether the operation runs forward once more, in the backward pass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatmulCost(Operation):
-    """A linear layer, [tokens, inputs] x [inputs, outputs]. Backward it is two matmuls of the same size."""
-
-    tokens: int
-    outputs: int
-    inputs: int
-    precision: Precision
-    column_parallel: bool
-    """Whether the outputs are split, so that the gradients of the inputs are summed up over the ranks."""
-    experts: int = 1
-    """The number of weights of these sizes. Each of them multiplies an equal share of the tokens."""
-
-    @property
-    def weights(self) -> int:
-        """The number of parameters on this rank."""
-        return self.experts * self.outputs * self.inputs
-
-    @property
-    def flops(self) -> int:
-        """The FLOPs of one of the three matmuls."""
-        return 2 * self.tokens * self.outputs * self.inputs
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionCost(Operation):
-    """Causal attention, softmax(q k^T) v: 2 matmuls forward, 5 backward (one of them a recomputation)."""
-
-    tokens: int
-    heads: int
-    head_dim: int
-    span: float
-    """The span of the sequences or documents, see Rank.span."""
-    documents: bool
-    """Whether attention stays within documents, whatever their lengths."""
-    backends: tuple[str, ...]
-    """The names of Hardware.attention that may run. Where the run decides between several (`auto`), the fastest
-    counts."""
-    precision: str
-
-    @property
-    def flops(self) -> float:
-        """The FLOPs of one matmul, over half of the square."""
-        return self.tokens * self.span * self.heads * self.head_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassCost(Operation):
-    """Kernels that only move data: norms, rotary embedding, SwiGLU, residual stream, softmax of the loss."""
-
-    moved: float
-    """The bytes per token of the rank that are read and written, forward and backward together."""
-    live: int = 0
-    """The bytes per token that exist while the pass runs, beside the saved ones."""
 
 
 @dataclass(frozen=True)
@@ -300,8 +228,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=swiglu * element * inner),
         row("down", inner, inputs["down"]),
     ) if inner else ()  # fmt: skip
-    listed = (
-        norm("attention norm"),
+    mixer: tuple[Operation, ...] = (
         column("q", query, "qkv", saved=inputs["qkv"]),  # the layer keeps its input as it reads it: gathered
         column("k", key, "qkv"),
         column("v", key, "qkv"),
@@ -320,6 +247,12 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
             recomputed=again,
         ),
         row("out", query, output),
+    )
+    if layer.delta_net:
+        mixer = _delta_net(layer.delta_net, hidden, rank, precisions["qkv"], inputs)
+    listed = (
+        norm("attention norm"),
+        *mixer,
         *after[:1],
         norm("MLP norm"),
         *(_mixture(layer.experts, hidden, rank) if layer.experts else ()),
@@ -345,6 +278,51 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     dear["attention"] = seen * (dear["attention"] + 4 * heads + quantized * attention.may_be_int8)
     anew = {AttentionCost: not seen, MatmulCost: not matmuls, PassCost: True}
     return tuple(replace(part, saved=dear[part.name], recomputed=anew[type(part)]) for part in listed)
+
+
+def _delta_net(
+    delta: DeltaNetConfig, hidden: int, rank: Rank, low: Precision | None, inputs: dict[str, int]
+) -> tuple[Operation, ...]:
+    """List the operations of a gated delta net (model/delta_net.py).
+
+    Args:
+        low: the arithmetic of its large projections. None: dtype.
+        inputs: the bytes per token that these keep of their inputs, keyed by name.
+    """
+    again, element, heads = rank.recompute == "full", rank.element, delta.value_heads // rank.tensor
+    keys, values = delta.key_heads * delta.key_dim // rank.tensor, heads * delta.value_dim
+    columns = 2 * keys + values
+    product = functools.partial(rank.matmul, recomputed=again)
+    how: dict[str, Any] = {"column_parallel": True, "precision": low}
+
+    def moving(name: str, elements: int, saved: int) -> PassCost:
+        return PassCost(name=name, moved=element * elements, saved=saved, recomputed=again)
+
+    return (
+        product("q", keys, hidden, saved=inputs["qkv"], **how),
+        product("k", keys, hidden, **how),
+        product("v", values, hidden, **how),
+        product("z", values, hidden, **how),
+        # The gates read in 16 bits what the others may keep as codes.
+        product("a and b", 2 * heads, hidden, column_parallel=True, saved=element * hidden * (low is not None)),
+        moving("convolutions", _CONVOLUTION * columns, element * columns),
+        # The FLOPs of a token are those of attention over three widths of a key, in the state's three products. The
+        # normalized q and k are kept, v, what undoes a chunk of 64 tokens, and in fp32 gates and norms of q and k.
+        AttentionCost(
+            name="delta rule",
+            tokens=rank.tokens,
+            heads=heads,
+            head_dim=delta.value_dim,
+            span=3 * delta.key_dim,
+            documents=False,
+            backends=(DELTA_RULE,),
+            precision=rank.dtype,
+            saved=element * (columns + 66 * heads) + 8 * (heads + keys // delta.key_dim),
+            recomputed=again,
+        ),
+        moving("gated norm", _GATED_NORM * values, 2 * element * values + 4 * heads),
+        product("out", hidden, values, column_parallel=False, precision=low, saved=inputs["out"]),
+    )
 
 
 def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operation]:
@@ -437,11 +415,3 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
         head=rank.matmul("head", columns, hidden, column_parallel=True, precision=precision, recomputed=False),
         loss=PassCost(name="loss", moved=moved, live=per_logit * columns),
     )
-
-
-_Operation = TypeVar("_Operation", bound=Operation)
-
-
-def of_kind(kind: type[_Operation], operations: Iterable[Operation]) -> list[_Operation]:
-    """Return the operations of one class, matmuls for example."""
-    return [operation for operation in operations if isinstance(operation, kind)]

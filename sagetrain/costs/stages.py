@@ -16,7 +16,8 @@ from sagetrain.config.layer_specs import layers as specs
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.config.sections.model import QKNorm
-from sagetrain.costs.operations import AttentionCost, MatmulCost, Operation, Rank, block_operations, end_operations
+from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, Operation
+from sagetrain.costs.operations import Rank, block_operations, end_operations
 from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors

@@ -1,5 +1,5 @@
-"""The cache of keys and values of the tokens that a model has seen. With it, the next token costs the work of one
-token, not that of the whole context."""
+"""The cache of keys and values of the tokens that a model has seen, and of the states of gated delta nets. With it, the
+next token costs the work of one token, not that of the whole context."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, Documents, TokenLayout
 from sagetrain.model.block import Block
+from sagetrain.model.delta_net import DeltaNet
+from sagetrain.model.delta_rule import DeltaRule, recurrence
 from sagetrain.model.transformer import Transformer
 
 _STRETCH = 128
@@ -88,6 +90,56 @@ class Cached(AttentionFunction):
         self._k[target], self._v[target] = self._k[source], self._v[source]
 
 
+class CachedDelta(DeltaRule):
+    """A layer's gated delta rule over the tokens that each row holds. It keeps the state of each row, and the last
+    inputs of the convolutions, and is called with the new tokens alone. A text is read by the layer's own function."""
+
+    window = None
+
+    def __init__(self, function: DeltaRule, rows: int, capacity: int, call: _Call) -> None:
+        self._whole, self._rows, self._call, self.places = function, rows, call, capacity
+        self._inputs: list[Tensor] = []
+        self._state = torch.empty(0)
+
+    def convolved(self, x: Sequence[Tensor], weights: Sequence[Tensor], layout: TokenLayout) -> list[Tensor]:
+        """Convolve the new tokens, see DeltaRule."""
+        if not self._inputs:
+            self._inputs = [
+                each.new_zeros(self._rows, weight.shape[1] - 1, each.shape[2])
+                for each, weight in zip(x, weights, strict=True)
+            ]
+        made = []
+        for each, weight, kept in zip(x, weights, self._inputs, strict=True):
+            before, rows = kept.shape[1], slice(0, len(each))
+            if not self._call.lengths:
+                rows = slice(self._call.row, self._call.row + 1)
+                kept[rows] = F.pad(each, (0, 0, before, 0))[:, each.shape[1] :]
+                continue
+            window = torch.cat((kept[rows], each), 1)
+            kept[rows] = window[:, 1:]
+            made.append(F.silu((window.float() * weight.float().T).sum(1, keepdim=True)).to(each.dtype))
+        return made or self._whole.convolved(x, weights, layout)
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TokenLayout, *, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the recurrence over the new tokens, see DeltaRule."""
+        if not self._state.numel():
+            self._state = g.new_zeros(self._rows, v.shape[2], q.shape[3], v.shape[3])
+        if self._call.lengths:
+            o, self._state[: len(q)] = recurrence(q, k, v, g, beta, self._state[: len(q)])
+            return o, None
+        o, state = self._whole.rule(q, k, v, g, beta, layout, final=True)
+        assert state is not None
+        self._state[self._call.row] = state[0]
+        return o, None
+
+    def move(self, source: int, target: int) -> None:
+        """Copy what one row holds into another row."""
+        for kept in (*self._inputs, self._state):
+            kept[target] = kept[source]
+
+
 class Recorded:
     """A function of a tensor on a GPU, as a recording of the kernels that it launched once. In a step of a small model
     the launches take longer than the kernels, and a recording is one launch."""
@@ -117,11 +169,17 @@ class CachedModel:
         self._weight = next(model.parameters())
         self._call = _Call()
         places = _whole_stretches(capacity)
-        self._functions = [Cached(layer, rows, places, self._call) for layer in self._layers()]
+        self._functions = [
+            CachedDelta(layer.function, rows, places, self._call)
+            if isinstance(layer, DeltaNet)
+            else Cached(layer, rows, places, self._call)
+            for layer in self._layers()
+        ]
         self.lengths: list[int] = []
         """Number of tokens that each row holds."""
-        # Collectives with other ranks cannot be recorded.
-        self.records = model.groups.topology.world_size == 1 and self._weight.is_cuda
+        # Collectives with other ranks cannot be recorded, and a state must not be changed twice by one token.
+        states = any(isinstance(function, CachedDelta) for function in self._functions)
+        self.records = model.groups.topology.world_size == 1 and self._weight.is_cuda and not states
         """True if steps of one shape are recorded at the second one. It becomes False if a recording gives another
         result."""
         self._shape = 0, 0
@@ -193,7 +251,7 @@ class CachedModel:
                 layer.function = before
         return logits
 
-    def _layers(self) -> list[Attention]:
+    def _layers(self) -> list[Attention | DeltaNet]:
         return [cast(Block, block).attention for block in self._model.blocks]
 
 

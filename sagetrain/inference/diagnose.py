@@ -34,6 +34,7 @@ from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
+from sagetrain.model.delta_rule import DeltaRule
 from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.model.transformer import gradients
 from sagetrain.planning.tables import Table
@@ -109,7 +110,7 @@ def diagnose(
     found: dict[str, list[dict[str, float]]] = {}
     for recipe in recipes:
         function = attention_function("sage", attention.model_copy(update={"recipe": recipe}), run.device)
-        model.functions = [function] * len(trained)
+        model.functions = [own if isinstance(own, DeltaRule) else function for own in trained]
         monitor = Monitor(MonitorConfig(every_steps=1), model, model.named_parameters, _SCORES)
         for turn, batch in enumerate(loader.eval_batches(count)):
             with torch.enable_grad(), monitor.micro_batch(turn, *batch.tokens.shape):
@@ -188,8 +189,9 @@ def _tables(diagnosis: Diagnosis, recipe: str, layers: list[dict[str, float]]) -
     errors = [
         [str(layer), *(_cell(found, [f"{x}/cosine", f"{x}/rel_l2"], "{:.4f} / {:.4f}") for x in TENSORS)]
         for layer, found in enumerate(layers)
+        if found  # A gated delta net has no errors.
     ]
-    others = [[str(layer), *_others(found)] for layer, found in enumerate(layers)]
+    others = [[str(layer), *_others(found)] for layer, found in enumerate(layers) if found]
     legend = "gains of QK-norm: mean (largest); dS to 0: what INT8 rounds to zero of it; scales: those of INT8 codes"
     return [
         Table(title, ("layer", *TENSORS), errors, ("layer", *TENSORS), caption=said),

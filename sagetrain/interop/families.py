@@ -174,7 +174,7 @@ class Family:
         wanted = {**_STRUCTURE, **self.model}
         same = all(getattr(model, key) == value for key, value in wanted.items())
         windows = bool(self.pattern) or model.windows is None
-        same = same and ("query_scale" in self.sizes or model.query_scale is None)
+        same = same and model.delta_net is None and ("query_scale" in self.sizes or model.query_scale is None)
         of_windows = model.windows.rope_theta if model.windows else None
         odd = odd or (self.one_rope and of_windows not in (None, model.rope_theta))
         return self.qk_norm == attention.qk_norm and same and windows and not odd
@@ -360,13 +360,16 @@ FAMILIES = {
 
 REFUSED = {
     "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
-    "Qwen3NextForCausalLM": "most of its layers are linear attention",
+    "Qwen3NextForCausalLM": "its full attention has a gate and rotates a quarter of each head, and its shared expert "
+    "has a gate (model.delta_net has its linear attention alone)",
+    "Qwen3_5ForCausalLM": "its full attention has a gate and rotates a quarter of each head (model.delta_net has its "
+    "linear attention alone)",
     "DeepseekV2ForCausalLM": "its attention is latent (MLA)",
     "DeepseekV3ForCausalLM": "its attention is latent (MLA), and its router chooses groups of experts first",
     "Glm4MoeForCausalLM": "its router chooses groups of experts first, and it rotates a part of each head",
     "Llama4ForCausalLM": "its router weights the inputs of experts, and some layers have no rotary embedding",
 }
-"""The classes with experts that SageTrain does not compute, with the reasons."""
+"""The classes near to ours that SageTrain does not compute, with the reasons."""
 
 
 def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
@@ -377,6 +380,7 @@ def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
     asked = {key: getattr(model, key) for key, value in _STRUCTURE.items() if getattr(model, key) != value}
     asked |= {} if model.query_scale is None else {"query_scale": model.query_scale}
     asked |= {} if model.windows is None else {"windows.pattern": model.windows.pattern}
+    asked |= {} if model.delta_net is None else {"delta_net.pattern": model.delta_net.pattern}
     asked |= {} if model.experts is None else {f"experts.{key}": value for key, value in _chosen(model.experts)}
     known = "; ".join(
         f"{each.name.removesuffix('ForCausalLM')}: {_in_words(each.qk_norm, each.model)}"

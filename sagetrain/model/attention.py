@@ -111,6 +111,11 @@ class Attention(nn.Module):
         return {"qkv": self.qkv, "out": self.out}
 
     @property
+    def norms(self) -> list[RMSNorm]:
+        """The norms of q and k, if there are any."""
+        return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+
+    @property
     def in_one_node(self) -> bool:
         """Whether the attention function applies QK-norm and the rotary embedding, not `project`."""
         apart = self.groups.cp_size > 1 or self.sinks is not None

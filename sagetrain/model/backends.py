@@ -206,7 +206,7 @@ class Sage(AttentionFunction):
         return self.with_sinks(q, k, v, layout, None)
 
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
-        q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
+        q, k, v = as_rows(q, layout), as_rows(k, layout), as_rows(v, layout)
         o = sage_attention(
             q,
             k,
@@ -217,7 +217,7 @@ class Sage(AttentionFunction):
             recipe=self.recipe,
             smooth_k=self.smooth_k,
         )
-        return _as_sequences(o, layout)
+        return as_sequences(o, layout)
 
     def normed(self, projected: Projected, layout: TokenLayout) -> Tensor:
         q, k, v, q_gain, k_gain, eps = projected
@@ -236,7 +236,7 @@ class Sage(AttentionFunction):
             recipe=self.recipe,
             smooth_k=self.smooth_k,
         )
-        return _as_sequences(o, layout)
+        return as_sequences(o, layout)
 
 
 @dataclass(frozen=True)
@@ -252,20 +252,21 @@ class Reference(AttentionFunction):
         return self.with_sinks(q, k, v, layout, None)
 
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
-        q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
+        q, k, v = as_rows(q, layout), as_rows(k, layout), as_rows(v, layout)
         bounds = None if layout.window is None and layout.varlen is None else layout.bounds
         causal = layout.varlen is None or not layout.packed
         o = attention_reference(q, k, v, causal=causal, cu_seqlens=layout.cu_seqlens, bounds=bounds, sinks=sinks)
-        return _as_sequences(o, layout)
+        return as_sequences(o, layout)
 
 
-def _as_rows(x: Tensor, layout: TokenLayout) -> Tensor:
+def as_rows(x: Tensor, layout: TokenLayout) -> Tensor:
     """Put packed documents into a batch of one, as sagekernels takes them: [B, S, ...] -> [1, T, ...]. Return x itself
     without documents."""
     return x.flatten(0, 1).unsqueeze(0) if layout.packed else x
 
 
-def _as_sequences(x: Tensor, layout: TokenLayout) -> Tensor:
+def as_sequences(x: Tensor, layout: TokenLayout) -> Tensor:
+    """Undo `as_rows`."""
     return x.squeeze(0).unflatten(0, (layout.num_sequences, -1)) if layout.packed else x
 
 

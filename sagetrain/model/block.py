@@ -13,6 +13,7 @@ from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model import walks
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout
+from sagetrain.model.delta_net import DeltaNet
 from sagetrain.model.mlp import MLP
 from sagetrain.model.moe import MoE
 from sagetrain.model.norm import NoNorm, RMSNorm, complete, enter_gains, normalize
@@ -35,6 +36,7 @@ class Block(nn.Module):
         gate_up     silu(gate) * up
         down        added to x next         starts the sum
 
+    A gated delta net (delta_net.DeltaNet) has more outputs of `project`, and a recurrence in the place of attention.
     A mixture of experts (moe.MoE) has one stage in the place of gate_up and down. It takes and makes this rank's
     tokens, so nothing is gathered for it, and there is no sum.
     """
@@ -74,7 +76,8 @@ class Block(nn.Module):
         how |= {"dtype": dtype, "device": device}
         before, after = layer.normed
         self.attention_norm = norm() if before else NoNorm()
-        self.attention = Attention(layer, function, groups, **how)
+        self.attention: Attention | DeltaNet
+        self.attention = (DeltaNet if layer.delta_net else Attention)(layer, function, groups, **how)
         self.attention_post_norm = norm() if after else None
         self.mlp_norm = norm() if before else NoNorm()
         self.mlp: MLP | MoE
@@ -99,10 +102,9 @@ class Block(nn.Module):
 
     @property
     def norms(self) -> list[RMSNorm]:
-        """The block's norms: those on the residual stream, and those of q and k if there are any."""
+        """The block's norms: those on the residual stream, and those inside of attention."""
         around = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
-        every = *around, self.attention.q_norm, self.attention.k_norm
-        return [norm for norm in every if isinstance(norm, RMSNorm)]
+        return [norm for norm in (*around, *self.attention.norms) if isinstance(norm, RMSNorm)]
 
     @property
     def matmuls(self) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class Block(nn.Module):
     def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         return Half(x, self.attention.project(y, part.cos, part.sin, part.gains))
 
-    def attend(self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], part: Part) -> Half:
+    def attend(self, x: Tensor, qkv: tuple[Tensor, ...], part: Part) -> Half:
         return Half(x, self.attention(*qkv, part.layout, part.gains))
 
     def made_by(self, function: Callable[[Any], Any]) -> BlockStage:

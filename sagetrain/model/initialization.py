@@ -27,6 +27,10 @@ def _drawn(shape: Sequence[int], std: float, seed: int, name: str) -> Tensor:
 
 
 def _std(spec: TensorSpec, model: ModelConfig) -> float:
+    if spec.kind == "conv":  # As torch's own convolutions begin, whose outputs have a third of the inputs' variance.
+        return 1 / math.sqrt(3 * spec.shape[1])
+    if spec.kind in ("decay", "step"):
+        return 1.0
     return model.init_std / ((2 * model.num_layers) ** 0.5 if spec.into_stream else 1.0)
 
 
@@ -34,9 +38,21 @@ def _name(spec: TensorSpec, std: float, groups: ParallelGroups, seed: int, dtype
     return spec.name, tuple(spec.shape), std, groups.tp_rank, groups.tp_size, seed, dtype
 
 
+def _shaped(spec: TensorSpec, drawn: Tensor) -> Tensor:
+    """Return the values of a tensor, given normal ones. The rates of decay of a gated delta net begin uniform from 0 to
+    16, and its steps from 0.001 to 0.1 with uniform logarithms, as in fla."""
+    if spec.kind not in ("decay", "step"):
+        return drawn
+    share: Tensor = torch.special.ndtr(drawn.double())
+    if spec.kind == "decay":
+        return (16 * share).log()
+    step = torch.exp(share * math.log(100) + math.log(0.001))
+    return step.expm1().log()  # softplus makes the step of it
+
+
 @torch.no_grad()
 def _slice(spec: TensorSpec, std: float, groups: ParallelGroups, seed: int, dtype: torch.dtype) -> Tensor:
-    full = _drawn(spec.shape, std, seed, spec.name)
+    full = _shaped(spec, _drawn(spec.shape, std, seed, spec.name))
     return (shard(full, spec.dim, groups) if spec.cut else full).to(dtype, copy=True).contiguous()
 
 
@@ -82,7 +98,8 @@ def initialize(
     partition: Callable[[TensorSpec, nn.Parameter], None] | None,
 ) -> None:
     """Give parameters on the meta device their initial values. Gains are 1, biases 0. Weights are normal with init_std,
-    divided by sqrt(2 num_layers) for layers that write into the residual stream.
+    divided by sqrt(2 num_layers) for layers that write into the residual stream. A gated delta net has distributions
+    of its own (`_shaped`).
 
     Every weight is drawn in full from a generator named after it, then sliced. Each expert has a generator of its own,
     because a tensor of all experts is too large to be drawn in full. Several weights are drawn at a time, since one

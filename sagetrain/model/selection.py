@@ -22,6 +22,7 @@ from sagetrain.model.backends import (
     find_flash,
     find_varlen_attn,
 )
+from sagetrain.model.delta_rule import delta_rule
 
 
 def resolve_backend(
@@ -32,8 +33,16 @@ def resolve_backend(
     The backend is one of sage, sdpa, flash and reference. The result is `auto` where choose_attention has to decide.
 
     Raises:
-        ValueError: the backend cannot run on this device or in this dtype, or its package is not installed.
+        ValueError: the backend, or a gated delta net, cannot run on this device or in this dtype, or its package is not
+            installed.
     """
+    backend, how = _resolved(attention, model, device, dtype)
+    return backend, how + (f"; gated delta net {delta_rule(device, dtype).how}" if model.delta_net else "")
+
+
+def _resolved(
+    attention: AttentionConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[str, str]:
     on_gpu = torch.device(device).type == "cuda"
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     match attention.backend:
@@ -87,13 +96,14 @@ def resolve_backend(
 def attention_functions(
     attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> list[AttentionFunction]:
-    """Return the function that attention.backend names here, once for every layer.
+    """Return the function of every layer: the one that attention.backend names here, or that of a gated delta net.
 
     Raises:
         ValueError: the backend cannot run here, see resolve_backend.
     """
     backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
-    return [attention_function(backend, attention, device)] * model.num_layers
+    every, function = layer_specs(model), attention_function(backend, attention, device)
+    return [delta_rule(device, dtype) if layer.delta_net else function for layer in every]
 
 
 def matmuls_of(

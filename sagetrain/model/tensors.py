@@ -33,10 +33,11 @@ class TensorSpec:
     holds the whole tensor."""
     dim: int | None
     """The dim along which the tensor is cut."""
-    kind: Literal["matrix", "embedding", "gain", "bias", "router", "state"]
+    kind: Literal["matrix", "embedding", "gain", "bias", "router", "state", "conv", "decay", "step"]
     """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output projection.
     bias: added to a layer's output, or a sink's score. router: the matrix that makes a token's scores of experts, and
-    the bias of these. state: a step changes it by other means than an optimizer, and checkpoints have it."""
+    the bias of these. state: a step changes it by other means than an optimizer, and checkpoints have it. conv, decay,
+    step: the convolutions, a_log and dt_bias of a gated delta net."""
     layer: int | Literal["embedding", "head"]
     """The block that the tensor belongs to; the final norm belongs to the head."""
     into_stream: bool = False
@@ -123,12 +124,23 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
     before, after = layer.normed
     if before:
         yield gain("attention_norm", hidden)
-    yield from column("attention.qkv", linear["qkv"], attention.bias)
-    if attention.qk_norm != "none":
-        yield qk_gain("attention.q_norm", attention.heads)
-        yield qk_gain("attention.k_norm", attention.key_heads)
-    if attention.sinks:
-        yield TensorSpec(f"blocks.{number}.attention.sinks", (attention.heads,), "tensor", 0, "bias", number)
+    if (delta := layer.delta_net) is not None:
+        sizes, heads, within = linear["qkv"].outputs, delta.value_heads, f"blocks.{number}.attention"
+        yield from column("attention.qkv", linear["qkv"])
+        yield from column("attention.gates", LinearSizes(hidden, {"a": heads, "b": heads}))
+        for name in ("q", "k", "v"):
+            shape = sizes[name], delta.conv_size
+            yield TensorSpec(f"{within}.{name}_conv", shape, "tensor", 0, "conv", number)
+        yield TensorSpec(f"{within}.a_log", (heads,), "tensor", 0, "decay", number)
+        yield TensorSpec(f"{within}.dt_bias", (heads,), "tensor", 0, "step", number)
+        yield gain("attention.o_norm", delta.value_dim)
+    else:
+        yield from column("attention.qkv", linear["qkv"], attention.bias)
+        if attention.qk_norm != "none":
+            yield qk_gain("attention.q_norm", attention.heads)
+            yield qk_gain("attention.k_norm", attention.key_heads)
+        if attention.sinks:
+            yield TensorSpec(f"blocks.{number}.attention.sinks", (attention.heads,), "tensor", 0, "bias", number)
     yield row("attention.out", linear["out"])
     if attention.out_bias:
         yield TensorSpec(f"blocks.{number}.attention.out.bias", (hidden,), None, None, "bias", number)

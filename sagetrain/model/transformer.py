@@ -25,6 +25,7 @@ from sagetrain.model.backends import AttentionFunction, TokenLayout, token_layou
 from sagetrain.model.block import Block
 from sagetrain.model.chunk_layouts import with_chunks
 from sagetrain.model.chunks import ModelChunk, whole
+from sagetrain.model.delta_net import DeltaNet
 from sagetrain.model.head import Head
 from sagetrain.model.initialization import initialize
 from sagetrain.model.norm import NoNorm, RMSNorm, complete, normalize
@@ -353,13 +354,13 @@ class Transformer(nn.Module):
         return [int(name) for name, _ in self.blocks.named_children()]
 
     @property
-    def every_attention(self) -> list[Attention | None]:
+    def every_attention(self) -> list[Attention | DeltaNet | None]:
         """The attention layers of the whole model. None: another pipeline stage has the layer."""
         own = dict(zip(self.numbers, self.attention_layers, strict=True))
         return [own.get(number) for number in range(self.config.num_layers)]
 
     @property
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[Attention | DeltaNet]:
         return [cast(Block, block).attention for block in self.blocks]
 
     @property

@@ -41,7 +41,7 @@ def kinds_of(spec: TensorSpec, run: RunConfig) -> tuple[str, ...]:
 
 
 def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
-    """Split the tensors of a model into groups. Matrices and embeddings decay; gains, biases and routers do not."""
+    """Split the tensors of a model into groups. Matrices and embeddings decay, and nothing else."""
     cfg, named = run.optimizer, dict[tuple[Rule, float, float], list[str]]()
     for spec in specs:
         if spec.kind == "state":
@@ -59,7 +59,7 @@ def _lr_kind(spec: TensorSpec) -> str:
     """Return the key of optimizer.lr_of that a tensor belongs to."""
     if spec.kind == "embedding":
         return "embedding" if spec.name == EMBEDDING else "head"
-    return "gain" if spec.kind == "bias" else spec.kind
+    return "gain" if spec.kind in ("bias", "conv", "decay", "step") else spec.kind
 
 
 def build_optimizer(

@@ -21,15 +21,8 @@ from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import flops_per_token, fsdp_groups, muon_parameters, muon_shapes, overlaps, rank_of
 from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives, expert_exchanges
 from sagetrain.costs.hardware import Hardware
-from sagetrain.costs.operations import (
-    AttentionCost,
-    MatmulCost,
-    Operation,
-    PassCost,
-    block_operations,
-    end_operations,
-    of_kind,
-)
+from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, Operation, PassCost, of_kind
+from sagetrain.costs.operations import DELTA_RULE, block_operations, end_operations
 from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
 from sagetrain.optim.owners import MUON_ROUND, cost, owners
 from sagetrain.planning.offload import activation_seconds, offload_seconds, spared_bytes
@@ -188,7 +181,7 @@ class _Step:
             for matmul in of_kind(MatmulCost, operations):
                 yield from ((count * matmul.flops, peaks[precision]) for precision in matmul.precision)
             for attention in of_kind(AttentionCost, operations):
-                eight_bit = self.attention_backend().startswith("sage")
+                eight_bit = attention.backends != (DELTA_RULE,) and self.attention_backend().startswith("sage")
                 yield 6 * count * attention.flops, peaks["int8" if eight_bit else attention.precision]
 
     def _copied(self) -> float:
@@ -343,7 +336,8 @@ class _Step:
     def attention_backend(self) -> str:
         """Return the fastest of the attention functions that the run decides between."""
         every = [(count * part.flops, part) for count, block in self.blocks for part in of_kind(AttentionCost, block)]
-        speeds = self._attention_speeds(max(every, key=lambda found: found[0])[1])
+        softmax = [found for found in every if found[1].backends != (DELTA_RULE,)]
+        speeds = self._attention_speeds(max(softmax or every, key=lambda found: found[0])[1])
         return max(speeds, key=speeds.__getitem__)
 
     def _matmul(self, matmul: MatmulCost, precision: str) -> float:

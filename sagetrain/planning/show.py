@@ -415,11 +415,14 @@ def _parameters(plan: Plan) -> str:
 
 
 def _windows(plan: Plan) -> str:
-    """Say which layers see a window of tokens only and whether heads have sinks, or nothing."""
+    """Say which layers see a window of tokens only or have a gated delta net, and whether heads have sinks, or
+    nothing."""
     every = [layer.attention.reach.window for layer in layers(plan.cfg.model)]
     within = len(every) - every.count(None)
     windows = f", a window of {max(filter(None, every)):,} tokens in {within} of {len(every)} layers" if within else ""
-    return windows + ", sinks" * plan.cfg.model.sinks
+    deltas = sum(layer.delta_net is not None for layer in layers(plan.cfg.model))
+    delta = f", a gated delta net in {deltas} of {len(every)} layers" * bool(deltas)
+    return windows + delta + ", sinks" * plan.cfg.model.sinks
 
 
 def _experts(model: ModelConfig, experts: ExpertsConfig) -> str:

@@ -43,6 +43,23 @@ def test_a_launch_has_as_many_ranks_as_the_configuration_says():
     assert "a hostfile that is not there or lacks hosts" in finding.fix
 
 
+@pytest.mark.parametrize(("sections", "key"), [
+    ({"model": {"windows": {"tokens": 64}}}, "model.windows"),
+    ({"model": {"experts": {"number": 8, "per_token": 2, "ffn_size": 64}}}, "model.experts"),
+    ({"model": {"qkv_bias": True}}, "model.qkv_bias"),
+    ({"model": {"conventions": "gemma"}}, "model.conventions"),
+    *(({"parallel": {f"{axis}_parallel_size": 2}}, f"parallel.{axis}_parallel_size") for axis in ("tensor", "context", "pipeline")),
+    ({"parallel": {"offload": "optimizer"}}, "parallel.offload"),
+    ({"training": {"activation_checkpointing": "auto"}}, "training.activation_checkpointing"),
+])  # fmt: skip
+def test_gated_delta_nets_go_with_what_was_proven(sections, key):
+    model = {"num_layers": 4, "delta_net": {"key_heads": 2}, **sections.pop("model", {})}
+    found = only([f for f in fit(run_config(model=model, **sections), 4) if f.rule == "not_proven_with_delta_net"])
+    assert found.key == key and "was not proven with model.delta_net yet" in found.message
+    assert "model.delta_net: null" in found.fix
+    assert fit(run_config(model={"num_layers": 4, "delta_net": {"key_heads": 2}}), 4) == []
+
+
 EXPERTS = {"number": 8, "per_token": 2, "ffn_size": 64}
 STRETCHED = {"type": "llama3", "factor": 8, "original_seq_length": 8192}
 CASES = [
@@ -61,6 +78,14 @@ CASES = [
      "default_head_dim", "error", "model.hidden_size", "258: is not a multiple of num_attention_heads 4", "use 256 or 260, or give"),
     ({"model": {"head_dim": 63}}, 1,
      "even_head_dim", "error", "model.head_dim", "63: is odd", "even head_dim"),
+    ({"model": {"num_layers": 4, "delta_net": {"key_heads": 2, "value_heads": 3}}}, 1,
+     "delta_net_heads", "error", "model.delta_net.value_heads", "3: is not a multiple of key_heads 2", "use 2 or 4"),
+    ({"model": {"num_layers": 4, "delta_net": {"key_heads": 2, "key_dim": 24}}}, 1,
+     "delta_net_width", "error", "model.delta_net.key_dim", "24: is not a multiple of 16 up to 256", "use 64 or 128"),
+    ({"model": {"num_layers": 3, "delta_net": {"key_heads": 2}}}, 1,
+     "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first 3 letters, one a layer", "use a pattern with D and F"),
+    ({"model": {"num_layers": 4, "delta_net": {"key_heads": 2}}, "training": {"cuda_graphs": "on"}}, 1,
+     "cuda_graphs_off", "error", "training.cuda_graphs", "fla reads the lengths of documents on the host", "model.delta_net: null"),
     ({"model": {"experts": {**EXPERTS, "per_token": 9}}}, 1,
      "experts_per_token", "error", "model.experts.per_token", "9: is more than the 8 experts of a layer", "use 1 to 8"),
     ({"model": {"experts": {**EXPERTS, "number": 1024}}}, 1,

@@ -28,7 +28,8 @@ from sagetrain.costs.accounting import (
 )
 from sagetrain.costs.deepspeed_prices import reduce_bucket_size
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.costs.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
+from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, of_kind
+from sagetrain.costs.operations import block_operations, end_operations
 from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.backends import AttentionFunction

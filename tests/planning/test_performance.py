@@ -13,7 +13,8 @@ from sagetrain.costs import operations
 from sagetrain.costs.accounting import flops_per_token, parameters_per_rank
 from sagetrain.costs.documents import document_share
 from sagetrain.costs.hardware import H200, HARDWARE, AttentionRate, Hardware
-from sagetrain.costs.operations import Precision, Rank
+from sagetrain.costs.operation_kinds import Precision
+from sagetrain.costs.operations import Rank
 from sagetrain.costs.which_gpu import of_device
 from sagetrain.planning.performance import OVERLAP, predict
 from sagetrain.planning.prediction import StepPrediction
@@ -249,7 +250,7 @@ def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch, other_ope
     card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0})
     before, listed = predict(config(), 1, VOCAB, card), Rank.matmul
 
-    def low_bit(self: Rank, name: str, *sizes: int, **options) -> operations.MatmulCost:
+    def low_bit(self: Rank, name: str, *sizes: int, **options) -> MatmulCost:
         matmul = listed(self, name, *sizes, **options)
         return matmul if name == "head" else dataclasses.replace(matmul, precision=Precision("int8", "int8", "bf16"))
 

@@ -84,7 +84,8 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     torch._dynamo.reset()
     # inductor's partition of forward and backward decides what is saved. This backend uses it and needs no compiler.
     if compiled:
-        network.blocks[1].compile(fullgraph=True, backend="aot_eager_decomp_partition")
+        whole = network.functions[1].traceable
+        network.blocks[1].compile(fullgraph=whole, backend="aot_eager_decomp_partition")
     tokens = torch.zeros(cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size, dtype=torch.long)
     layouts = network._layouts(tokens, None, None, None)
     network._layouts = lambda *_: layouts

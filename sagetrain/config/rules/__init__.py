@@ -5,6 +5,7 @@ from __future__ import annotations
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import (
+    delta_net,
     engine,
     experts,
     gather,
@@ -30,6 +31,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
     return [
         *model.findings(cfg),
         *experts.findings(cfg, where),
+        *delta_net.findings(cfg),
         *linear.findings(cfg),
         *layout.findings(cfg, where, vocab_size),
         *gather.findings(cfg, where),

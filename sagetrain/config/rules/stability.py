@@ -20,6 +20,7 @@ WITH_REPLAY: dict[str, tuple[object, ...]] = {
     "parallel.zero_stage": (0, 1),
     "parallel.offload": ("none",),
     "model.experts": (None,),
+    "model.delta_net": (None,),
     "attention.backend": ("sage", "sdpa"),
 }
 """The values that were proven with stability.replay, which compares bits of replicas. The backward pass of flash-attn

@@ -54,6 +54,26 @@ class WindowsConfig(Section):
     model.rope_theta."""
 
 
+class DeltaNetConfig(Section):
+    """Layers with a gated delta net (arXiv 2412.06464) in the place of attention. A head keeps a matrix of key_dim x
+    value_dim, which decays with each token and learns to map the token's key to its value. Time grows with the tokens,
+    not with their square, and generation keeps the matrix in the place of keys and values."""
+
+    pattern: Annotated[str, Field(pattern="^[DF]+$")] = "DDDF"
+    """The layers with a gated delta net (D) and with full attention (F), repeated over the layers: DDDF in Qwen3-Next,
+    Qwen3.5 and OLMo Hybrid."""
+    key_heads: PositiveInt
+    """Heads of q and k."""
+    value_heads: PositiveInt = Field(default_factory=lambda data: data["key_heads"], validate_default=True)
+    """Heads of v, of the gates and of the output: a multiple of key_heads. Default: key_heads."""
+    key_dim: PositiveInt = 128
+    """Width of a head of q and k."""
+    value_dim: PositiveInt = 128
+    """Width of a head of v."""
+    conv_size: Annotated[int, Field(ge=2, le=4)] = 4
+    """Tokens that each channel of q, k and v is convolved over, its own included."""
+
+
 class BalanceConfig(Section):
     """The means that keep a router from sending most tokens to a few experts."""
 
@@ -129,6 +149,9 @@ class ModelConfig(Section):
     """Add a learned bias to q, k and v each, as Qwen2 and Qwen2.5 do. Biases begin as 0 and do not decay."""
     windows: WindowsConfig | None = None
     """Layers with windows: tokens, pattern, rope_theta. Default: none, all layers have full attention."""
+    delta_net: DeltaNetConfig | None = None
+    """Layers with a gated delta net in the place of attention: key_heads, pattern, ... Default: none, all layers have
+    attention. On a GPU they need the package fla (pip install 'sagetrain[fla]')."""
     sinks: bool = False
     """Give each query head a sink: a learned score beside those of the keys, whose value is zero, as in GPT-OSS. Sinks
     begin as 0 and do not decay. attention.backend sage and reference take them."""

@@ -41,7 +41,7 @@ class LearningRates(Section):
     matrix: PositiveFloat | None = None
     """Matrices of the blocks."""
     gain: PositiveFloat | None = None
-    """Gains of all norms, those of QK-norm included, and biases."""
+    """Gains of all norms, those of QK-norm included, biases, and the convolutions and vectors of a gated delta net."""
     router: PositiveFloat | None = None
     """Routers of experts (model.experts)."""
 
@@ -67,8 +67,8 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of matrices and embeddings; norm gains, biases and routers get none. A step takes away
-    this part of a weight, times the weight's learning rate."""
+    """Decoupled weight decay of matrices and embeddings; norm gains, biases, routers and all others get none. A step
+    takes away this part of a weight, times the weight's learning rate."""
     weight_decay_lr: PositiveFloat | None = None
     """Peak learning rate that weight decay is multiplied by, for all tensors, in place of their own: another lr, lr_of
     or lr_base_width then leaves the decay as it was. It follows the same schedule. Default: each tensor's own rate."""

@@ -1,0 +1,109 @@
+"""The gated delta net of a layer: projections, gates and output norm around its function (delta_rule.py).
+
+Shape letters as in delta_rule.py; T tokens of this rank, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sagekernels.matmul import Matmul, Pending
+from sagetrain.config.layer_specs import LayerSpec
+from sagetrain.model.backends import AttentionFunction, TokenLayout
+from sagetrain.model.delta_rule import DeltaRule
+from sagetrain.model.norm import RMSNorm
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.topology import ParallelGroups
+
+
+class DeltaNet(nn.Module):
+    """A gated delta net, which a block has in the place of attention.Attention and calls alike: `project`, then the
+    module itself, then `out`.
+
+        q, k, v    projected, and convolved along the tokens
+        g          -exp(a_log) softplus(a + dt_bias), the logarithm of the decay; a is projected
+        beta       sigmoid(b), the strength of the correction; b is projected
+        result     RMSNorm(delta rule(q, k, v, g, beta)) * silu(z); z is projected
+
+    Raises:
+        ValueError: a rank has only a part of the heads or of the tokens, which was not proven.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        function: AttentionFunction,
+        groups: ParallelGroups,
+        *,
+        matmuls: Mapping[str, Matmul],
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        if groups.tp_size > 1 or groups.cp_size > 1:
+            raise ValueError("a gated delta net needs tensor_parallel_size 1 and context_parallel_size 1")
+        delta = layer.delta_net
+        assert delta is not None and isinstance(function, DeltaRule)
+        self.function = function
+        self.window = None
+        self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        how = {"sequence_parallel": sequence_parallel, **place}
+        linear, heads = layer.linear_layers(1), delta.value_heads
+        qkv, out = linear["qkv"], linear["out"]
+        self.qkv = ColumnParallelLinear(qkv.inputs, qkv.outputs, groups, matmul=matmuls.get("qkv"), **how)
+        self.gates = ColumnParallelLinear(layer.hidden, {"a": heads, "b": heads}, groups, **how)
+        self.out = RowParallelLinear(out.inputs, layer.hidden, groups, matmul=matmuls.get("out"), **how)
+        for name in ("q", "k", "v"):
+            empty = torch.empty(qkv.outputs[name], delta.conv_size, **place)
+            self.register_parameter(f"{name}_conv", nn.Parameter(empty))
+        self.a_log = nn.Parameter(torch.empty(heads, **place))
+        self.dt_bias = nn.Parameter(torch.empty(heads, **place))
+        self.o_norm = RMSNorm(
+            delta.value_dim, layer.norm_eps, groups, split_input=True, of_one=layer.gains_of_one, **place
+        )
+
+    @property
+    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        """The projections that may be in 8 bits, keyed by name. Those of the gates are not among them."""
+        return {"qkv": self.qkv, "out": self.out}
+
+    @property
+    def norms(self) -> list[RMSNorm]:
+        """The norm of each head's output."""
+        return [self.o_norm]
+
+    def project(
+        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return q, k, v, z, a and b, [T, columns] each. Positions are not needed."""
+        return *self.qkv(x_TD), *self.gates(x_TD)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        layout: TokenLayout,
+        gains: dict[RMSNorm, Tensor],
+    ) -> Tensor:
+        """Run the recurrence over the tokens, as `project` returns them, and return [T, N * V] for `out`."""
+        weights = [self.get_parameter(f"{name}_conv") for name in ("q", "k", "v")]
+        rows, widths = layout.num_sequences, (self.key_dim, self.key_dim, self.value_dim)
+        convolved = self.function.convolved([x.unflatten(0, (rows, -1)) for x in (q, k, v)], weights, layout)
+        q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip(convolved, widths, strict=True))
+        g_TN = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        g, beta = (x.unflatten(0, (rows, -1)) for x in (g_TN, b.float().sigmoid()))
+        o_BSNV, _ = self.function.rule(q, k, v, g, beta, layout)
+        normed = self.o_norm(o_BSNV.flatten(0, 1).float(), gains.get(self.o_norm))
+        gated: Tensor = normed * F.silu(z.float()).view_as(normed)
+        return gated.to(z.dtype).flatten(1)

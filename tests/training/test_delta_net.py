@@ -1,0 +1,49 @@
+"""A hybrid of gated delta nets and attention trains, stops, continues and is evaluated as other models are."""
+
+import json
+
+import pytest
+
+from runs import check_same, finish, kill_all, log_of, reached, rows_of, sagetrain, when, write_config
+
+SECTIONS: dict[str, dict] = {
+    "model": {"delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}, "num_layers": 4},
+    "attention": {"backend": "sage", "recipe": "scores"},
+    "linear": {"precision": "int8", "keep_last_fraction": 0.3},
+    "optimizer": {"name": "muon"},
+    "data": {"micro_batch_size": 2},
+    "training": {"dtype": "bf16"},
+    "evaluation": {"every_tokens": 2560, "samples_every_tokens": 2560, "samples_tokens": 4},
+    "stability": {
+        "monitor": {"every_steps": 4},
+        "noise_scale": {"every_steps": 4},
+        "quant_noise": {"every_steps": 4},
+    },
+}
+
+
+def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
+    """The monitor measures the only layer with attention. `eval`, `generate` and `diagnose` take the checkpoint, and
+    `export` has no class for it."""
+    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=8, **SECTIONS)
+    finish("ranks", whole)
+    assert "gated delta net in plain torch, since there is no GPU" in log_of(whole)
+    every_step = {"every_tokens": 256}
+    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=8, **SECTIONS, checkpoint=every_step)
+    assert when("ranks", cut, reached(cut, 4), kill_all) != 0
+    finish("ranks", cut)
+    assert "resumed from step-" in log_of(cut)
+    check_same(tmp_path / "cut", tmp_path / "whole", 8)
+    rows = rows_of(tmp_path / "whole")
+    trained = [row for row in rows if "train/loss" in row]
+    assert trained[-1]["train/loss"] < trained[0]["train/loss"]
+    assert {name for row in trained for name in row if name.endswith("S/largest")} == {"quant/3/S/largest"}
+    assert any(name.startswith("quant_noise/0/") for row in trained for name in row)
+    *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
+    scored = json.loads(sagetrain("eval", tmp_path / "whole", "--json").stdout)
+    assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
+    assert sagetrain("generate", tmp_path / "whole", "the", "--max-tokens", "4").returncode == 0
+    table = sagetrain("diagnose", tmp_path / "whole").stdout
+    assert "largest relative L2 of dS: layer 3" in table and "0.attention.qkv" in table
+    refused = sagetrain("export", tmp_path / "whole", tmp_path / "folder")
+    assert refused.returncode != 0 and "model.delta_net.pattern dddf" in refused.stdout + refused.stderr
