@@ -362,6 +362,8 @@ REFUSED = {
     "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
     "Qwen3NextForCausalLM": "its full attention has a gate and rotates a quarter of each head, and its shared expert "
     "has a gate (model.delta_net has its linear attention alone)",
+    "OlmoHybridForCausalLM": "its gated delta nets correct by up to twice the difference, and the places of its norms "
+    "depend on the kind of layer",
     "Qwen3_5ForCausalLM": "its full attention has a gate and rotates a quarter of each head (model.delta_net has its "
     "linear attention alone)",
     "DeepseekV2ForCausalLM": "its attention is latent (MLA)",
