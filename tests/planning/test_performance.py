@@ -13,7 +13,7 @@ from sagetrain.costs import operations
 from sagetrain.costs.accounting import flops_per_token, parameters_per_rank
 from sagetrain.costs.documents import document_share
 from sagetrain.costs.hardware import H200, HARDWARE, AttentionRate, Hardware
-from sagetrain.costs.operation_kinds import Precision
+from sagetrain.costs.operation_kinds import MatmulCost, Precision
 from sagetrain.costs.operations import Rank
 from sagetrain.costs.which_gpu import of_device
 from sagetrain.planning.performance import OVERLAP, predict
