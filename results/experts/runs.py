@@ -34,7 +34,7 @@ import tiny
 from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.model.moe import Router
 from sagetrain.model.selection import attention_functions
 from sagetrain.parallel.topology import ParallelGroups

@@ -37,7 +37,7 @@ from search import LARGE, LENGTH, VOCAB, batch, begin, read, text_of
 import tiny
 from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config import RunConfig
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.training.lr_schedule import learning_rate
 
 BAND, FIRST, LOWEST, HIGHEST, PARTS = 0.2, 2e-3, -2, 10, 20

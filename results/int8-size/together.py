@@ -40,7 +40,7 @@ import sizes  # noqa: E402
 import tiny  # noqa: E402
 from runs import LENGTH, MICRO, VOCAB, Text, evaluated_dense, put, train, write  # noqa: E402
 from sagetrain.cluster.join import end_distributed, init_distributed  # noqa: E402
-from sagetrain.engines.protocol import Engine  # noqa: E402
+from sagetrain.engines.step import Engine  # noqa: E402
 from sagetrain.parallel.topology import ParallelGroups  # noqa: E402
 
 PEAK = sizes.runs.RATES[16384]

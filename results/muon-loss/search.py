@@ -32,7 +32,7 @@ import tiny
 from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.optim.build import groups as groups_of
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.lr_schedule import learning_rate

@@ -26,7 +26,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import layout
 from sagetrain.config.load import load_config
 from sagetrain.data.batch import Batch
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 
 RUNS, STEPS, SEVERAL = 3, 4, 4
 SUMS, ORDER = hopper_backward.hopper_sums, list[bool | None]([None])

@@ -27,7 +27,8 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config.load import load_config
 from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.engines.protocol import Engine, StepResult
+from sagetrain.engines.protocol import StepResult
+from sagetrain.engines.step import Engine
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups, Topology
 

@@ -26,7 +26,7 @@ from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.batch import Batch
 from sagetrain.data.token_file import TokenFile
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.step import Engine
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.lr_schedule import learning_rate
 
