@@ -45,7 +45,7 @@ from sagetrain.checkpoint.manifest import write_manifest
 from sagetrain.checkpoint.shares import WrittenShare, manifest_of
 from sagetrain.checkpoint.slots import CopyFolder, Header
 from sagetrain.checkpoint.state import RunState
-from sagetrain.checkpoint.stateful import OwnedRange
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.rendezvous import listen
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel.digest import digest_by, file_sums, mixed, word_sum
@@ -211,7 +211,7 @@ class CopiesInMemory:
 
     # -- taking copies ----------------------------------------------------------------------------------------------
 
-    def prepare(self, shards: Iterable[OwnedRange], config_text: str) -> None:
+    def prepare(self, shards: Iterable[Owned], config_text: str) -> None:
         """Make room for the copies of what Engine.owned() returns; collective. Raises ConfigError if this host has not
         as much memory."""
         every_shard = list(shards)
@@ -431,7 +431,7 @@ class _Task:
     """Done when the state of a CPU is copied, or the copies of a GPU are launched. It has the event behind these."""
 
 
-def _source(shard: OwnedRange, kind: str) -> Tensor | Callable[[], Tensor]:
+def _source(shard: Owned, kind: str) -> Tensor | Callable[[], Tensor]:
     """Return the memory of the values of a kind, or a function that returns them if they are in no fp32 memory. It is
     looked up once, because a copy of hundreds of tensors would keep the host busy."""
     first, second = (shard.read(kind).detach() for _ in range(2))

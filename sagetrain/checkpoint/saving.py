@@ -30,7 +30,7 @@ from sagetrain.checkpoint.on_disk import folder_name, prune
 from sagetrain.checkpoint.publishing import publisher_at
 from sagetrain.checkpoint.shares import WrittenShare, manifest_of
 from sagetrain.checkpoint.state import RunState
-from sagetrain.checkpoint.stateful import OwnedRange
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.mailbox import Mailbox
 from sagetrain.config.errors import CheckpointError, way_to_room
 from sagetrain.parallel.topology import ParallelGroups
@@ -137,7 +137,7 @@ class Saver:
         """Wait until the checkpoint that is being written is published, or could not be written for the first time."""
         self._wait(until_published=False)
 
-    def reserve(self, shards: Iterable[OwnedRange]) -> None:
+    def reserve(self, shards: Iterable[Owned]) -> None:
         """Allocate the host memory for saving `shards`: 4 bytes per value of each kind, 12 per parameter with AdamW.
 
         With a GPU the memory will be pinned, so its pages must be there. A thread writes to them while the model
@@ -162,7 +162,7 @@ class Saver:
         torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
         weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
 
-    def start(self, state: RunState, config_text: str, shards: Iterable[OwnedRange], rng: dict[str, Any]) -> None:
+    def start(self, state: RunState, config_text: str, shards: Iterable[Owned], rng: dict[str, Any]) -> None:
         """Save the checkpoint of `state.step`, and return as soon as the state is copied; collective. A checkpoint that
         is still being written is waited for first (see `wait`). Earlier checkpoints stay untouched until the new one is
         complete.
@@ -332,5 +332,5 @@ class Saver:
         return self._mailbox.gather(value) if self._mailbox else [value]
 
 
-def _on_gpu(owned: list[OwnedRange]) -> bool:
+def _on_gpu(owned: list[Owned]) -> bool:
     return bool(owned) and owned[0].read("weight").is_cuda

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sagetrain.checkpoint.manifest import file_name, format_of
-from sagetrain.checkpoint.stateful import OwnedRange
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.model.placement import place
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -21,7 +21,7 @@ class WrittenShare:
 
     rank: str
     """The name of the rank in the names of its files."""
-    owned: list[OwnedRange]
+    owned: list[Owned]
     """The shards that this rank writes. Empty shards are left out, and so are copies that another replica writes, or an
     earlier rank of this one."""
     shapes: dict[str, dict[str, Any]]
@@ -31,7 +31,7 @@ class WrittenShare:
     that it writes of each parameter."""
 
     @classmethod
-    def of(cls, shards: Iterable[OwnedRange], groups: ParallelGroups, shared: bool = False) -> WrittenShare:
+    def of(cls, shards: Iterable[Owned], groups: ParallelGroups, shared: bool = False) -> WrittenShare:
         """Return the share of this rank of what Engine.owned() returns. `shared`: the rank also writes what an earlier
         rank of its replica writes."""
         every = list(shards)
@@ -48,7 +48,7 @@ class WrittenShare:
         entry = {"place": (groups.tp_rank, groups.pp_rank, groups.replica_rank), "rank": rank, "ranges": ranges}
         return cls(rank, owned, shapes, entry)
 
-    def tensors(self) -> Iterator[tuple[str, str, OwnedRange, str]]:
+    def tensors(self) -> Iterator[tuple[str, str, Owned, str]]:
         """Yield each tensor that this rank writes: its file, its name there, its shard and its kind."""
         for shard in self.owned:
             for kind in shard.kinds:

@@ -37,6 +37,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.batch import Batch
@@ -48,7 +49,7 @@ from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.model_weights import GatheredWeights, PassingWeights, ResidentWeights
 from sagetrain.engines.piped import Piped
-from sagetrain.engines.protocol import Owned, Probe, every
+from sagetrain.engines.protocol import Probe, every
 from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.replayed import Replayed, recorder_of
 from sagetrain.engines.room import Room

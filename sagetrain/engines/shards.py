@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.config.errors import TrainingError
 from sagetrain.engines.gradients import Decision
-from sagetrain.engines.protocol import Owned, every
+from sagetrain.engines.protocol import every
 from sagetrain.engines.sharding import Unit, UnitRanks
 from sagetrain.model.placement import first_of, place
 from sagetrain.model.tensors import EMBEDDING, TensorSpec

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from sagetrain.checkpoint.ledger import fold
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.data.batch import Batch
 from sagetrain.engines.gradients import Decision, StepGradients
-from sagetrain.engines.protocol import NOBODY, Observers, Owned, Probe, StepResult, every, never
+from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, every, never
 from sagetrain.engines.room import Room
 from sagetrain.engines.traversal import Passes, Plain, counted_of, until
 from sagetrain.model.tensors import TensorSpec

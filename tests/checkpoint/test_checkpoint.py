@@ -23,8 +23,8 @@ from manifests import rewrite
 from sagetrain.checkpoint import on_disk, reading, saving, shares
 from sagetrain.checkpoint.manifest import FORMAT, KINDS, MANIFEST, file_name, write_manifest, written_by_newer
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.config.errors import CheckpointError
-from sagetrain.engines.protocol import Owned
 from sagetrain.parallel.topology import ParallelGroups
 
 # The ranks, layout and dtype that save, and the layouts that go on by the number of their ranks. A layout is (tensor

@@ -88,7 +88,7 @@ MAY_IMPORT = {
     "corpus": {"corpus", "data", "config"},
     "stability": {"stability", "model", "parallel", "config"},
     "cluster": {"cluster", "model", "data", "parallel", "storage", "config", "__version__"},
-    "checkpoint": {"checkpoint", "cluster", "model", "data", "parallel", "storage", "config"},
+    "checkpoint": {"checkpoint", "cluster", "optim", "model", "data", "parallel", "storage", "config"},
     "optim": {"optim", "model", "config"},
     # What a run costs is asked from outside: models, parallel layers and optimizers never import it.
     "costs": {"costs", "optim", "model", "parallel", "config"},

@@ -10,11 +10,11 @@ import tiny
 from distributed import run_distributed
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.state import Identity
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.load import dump_config
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.engines.protocol import Owned
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.states import Fp32
 from sagetrain.parallel.layers import shard

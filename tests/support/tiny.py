@@ -14,6 +14,7 @@ from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -23,7 +24,7 @@ from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.deepspeed import deepspeed_engine
-from sagetrain.engines.protocol import Observers, Owned, StepResult
+from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.engines.step import Engine
 from sagetrain.inference.load import in_training
 from sagetrain.model.activation_offload import ActivationOffload, HostCopies

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.join import join_deepspeed
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
@@ -34,7 +35,7 @@ from sagetrain.engines.deepspeed.deepspeed_config import deepspeed_config
 from sagetrain.engines.deepspeed.masters import Masters
 from sagetrain.engines.deepspeed.mpu import Mpu
 from sagetrain.engines.gradients import Decision, StepGradients
-from sagetrain.engines.protocol import Owned, every
+from sagetrain.engines.protocol import every
 from sagetrain.engines.step import Engine
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagetrain.checkpoint.stateful import Owned
 from sagetrain.config.errors import ConfigError
-from sagetrain.engines.protocol import Owned, every
+from sagetrain.engines.protocol import every
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
