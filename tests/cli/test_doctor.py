@@ -121,7 +121,7 @@ def test_hosts_with_other_versions_are_bad() -> None:
 
 @pytest.mark.parametrize(("lacking", "wanted"), [
     ([], ""), (["lm_eval"], "lm-eval"), (["lm_eval", "wandb"], "lm-eval,wandb"),
-    (["gcsfs", "lm_eval", "s3fs", "transformers", "wandb"], "all"),
+    (["fla", "gcsfs", "lm_eval", "s3fs", "transformers", "wandb"], "all"),
 ])  # fmt: skip
 def test_extras_that_lack_are_listed_with_what_asks_for_them(monkeypatch, lacking: list[str], wanted: str) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda module: None if module in lacking else module)
