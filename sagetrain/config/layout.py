@@ -91,13 +91,12 @@ class Layout:
         gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
         on_request = cfg.training.cuda_graphs == "on" and refusal is None
-        # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks. At ZeRO
-        # 3 they do with experts, state in the host's memory, and copies of shards, which are reduced once a step. A
-        # single replica has nothing to fetch, and rows in 16 bits only take memory, unless its micro-steps are to be
-        # recorded.
+        # At ZeRO 3 the passes of FSDP2 go through its hooks with experts, state in the host's memory, and copies of
+        # shards, which are reduced once a step. A single replica has nothing to fetch, and rows in 16 bits only take
+        # memory, unless its micro-steps are to be recorded.
         of_default = parallel.offload == "none" and parallel.shard_size is None
         plain = of_default and cfg.model.experts is None and (replicas > 1 or on_request)
-        rests = not by_deepspeed and stages == 1 and (stage < 2 or (on_request if stage == 2 else plain))
+        rests = not by_deepspeed and (stage < 2 or (stages == 1 and (on_request if stage == 2 else plain)))
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
         experts = parallel.expert_parallel_size
         alone = rests and replicas == 1 and parallel.offload == "none" and experts in (1, tensor)
@@ -207,7 +206,10 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         (parallel.offload != "none", "parallel.offload", parallel.offload, "gradients leave the GPU", "use none"),
         (cfg.training.activation_offload, "training.activation_offload", "true", "activations leave the GPU",
          "use false"),
-        (stages > 1, "parallel.pipeline_parallel_size", stages, "micro-batches are under way at once", "use 1"),
+        (stage > 1 and stages > 1, "parallel.pipeline_parallel_size", stages,
+         f"hooks of FSDP2 run in every pass at zero_stage {stage}", "use 1, or zero_stage 1"),
+        (untried and stages > 1, "parallel.pipeline_parallel_size", stages,
+         "passes of pipelines were not timed, and cuda_graphs: on records them", "use 1"),
         (cfg.model.delta_net, "model.delta_net.pattern", cfg.model.delta_net and cfg.model.delta_net.pattern,
          "fla reads the lengths of documents on the host", "use model.delta_net: null"),
     )  # fmt: skip

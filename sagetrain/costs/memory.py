@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -74,20 +74,33 @@ def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list
         *_linear_errors(cfg, vocab_size),
         _orthogonalizing(cfg),
     ]
-    largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2])]
+    slots = round(part.kept * layout.chunks) if layout.stages > 1 else 0
+    largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2], slots)]
     codes = _codes(cfg, end_operations(cfg.model, vocab_size, rank).head if part.last else None)
     return [item for item in (*_model_state(cfg, layout, size, codes), *largest) if item.bytes]
 
 
-def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list[MemoryItem]]) -> list[MemoryItem]:
-    """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there."""
+def _recordings(
+    cfg: RunConfig, layout: Layout, size: int, passes: Sequence[list[MemoryItem]], slots: int
+) -> list[MemoryItem]:
+    """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there.
+
+    Args:
+        passes: the memory of the loss, and that of a block's backward pass.
+        slots: the micro-batches that a stage of a pipeline has under way at once; 0: there is no pipeline.
+    """
     if cfg.training.cuda_graphs != "on" or not layout.recorded:
         return []
-    what, beside = "reduced gradients", 4 * size // layout.shards if layout.reduced == "once a step" else 0
+    beside, more = "reduced gradients", 4 * size // layout.shards if layout.reduced == "once a step" else 0
     if layout.zero_stage == 3:
-        what, beside = "a block on its way to its place", rank_of(cfg).element * fsdp_groups(cfg, size)[0]
-    why = f"activations of micro-steps as CUDA graphs, beside those of passes by the host, and {what}"
-    return [MemoryItem("recordings", max(map(total_bytes, passes)) + beside, why)]
+        beside, more = "a block on its way to its place", rank_of(cfg).element * fsdp_groups(cfg, size)[0]
+    held, what = max(map(total_bytes, passes)), "micro-steps"
+    if slots:
+        # Forward and backward passes have pools of their own, and each slot has what a block does not keep.
+        (_, *loss), (kept, again, workspace, _) = passes
+        held, what = total_bytes([kept, *loss, again, workspace]) + slots * again.bytes, f"{slots} micro-batches"
+    why = f"activations of {what} as CUDA graphs, beside those of passes by the host, and {beside}"
+    return [MemoryItem("recordings", held + more, why)]
 
 
 def kept_bytes(operations: Iterable[Operation]) -> int:

@@ -1,9 +1,9 @@
 """The engine that shards weights, gradients and optimizer state with torch's FSDP2 (`fully_shard`).
 
 It is made of weights (model_weights.py), sums of gradients (gradient_sums.py), shards with their optimizers (shards.py)
-and a traversal (traversal.py, piped.py, replayed.py). This module, sharding.py and hooks.py are the places that use
-FSDP's names, which differ between torch 2.8 and 2.14. They use public calls alone. The stages of ZeRO are settings of
-one mechanism:
+and a traversal (traversal.py, piped.py, replayed.py, replayed_stage.py). This module, sharding.py and hooks.py are the
+places that use FSDP's names, which differ between torch 2.8 and 2.14. They use public calls alone. The stages of ZeRO
+are settings of one mechanism:
 
 stage  a rank keeps for good     weights are gathered         gradients are reduced
 0      everything                never                        once a step, by an all-reduce
@@ -17,8 +17,8 @@ gradients of micro-steps, and of ranks, are summed in fp32.
 micro-step goes through FSDP's hooks, whose time on the host is a quarter of a micro-step's. A single replica has
 nothing to reduce. There the optimizer reads the sums themselves.
 - At ZeRO 3 the engine fetches the weights of blocks itself (passing_blocks.py), without hooks, and inside a host copy
-engines reduce gradients (copied_reduction.py). FSDP's hooks run where there are a single replica, pipelines, experts,
-copies of shards (shard_size), or weights in the host's memory.
+engines reduce gradients (copied_reduction.py). FSDP's hooks run where there are a single replica, experts, copies of
+shards (shard_size), or weights in the host's memory. They run in pipelines at ZeRO 2.
 - A block normalizes for the next block, so the gains of all norms belong to the outermost unit of parameters, which
 stays gathered from its forward pass to the end of its backward pass. Each block is a unit of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.
@@ -48,14 +48,16 @@ from sagetrain.engines.gradients import Decision, StepGradients
 from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.model_weights import GatheredWeights, PassingWeights, ResidentWeights
-from sagetrain.engines.piped import Piped
+from sagetrain.engines.piped import Piped, StagePasses
 from sagetrain.engines.protocol import Probe, every
 from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.replayed import Replayed, recorder_of
+from sagetrain.engines.replayed_stage import ReplayedPipe
 from sagetrain.engines.room import Room
 from sagetrain.engines.sharding import gather_once, ranks_of, ranks_of_experts, shard_model, units
 from sagetrain.engines.shards import Shards
 from sagetrain.engines.step import Engine
+from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
@@ -65,7 +67,7 @@ from sagetrain.parallel.pipeline import Pipe
 from sagetrain.parallel.topology import ParallelGroups
 
 
-class FsdpEngine(Engine):
+class FsdpEngine(Engine, StagePasses):
     """An engine on torch's FSDP2, for any gradient accumulation at any ZeRO stage.
 
     Args:
@@ -109,6 +111,7 @@ class FsdpEngine(Engine):
         self._shards = Shards(model, parameters, self.units, groups, device, *updated)
         kept = KeptWeights(resident and device.type == "cuda") if stage < 3 and cfg.linear.low_bit else None
         of_model, masters = (model, self.units, gathered, kept), self._shards.masters
+        pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
         self._weights: GatheredWeights
         self._sums: ShardedSums
         if unhooked:
@@ -120,7 +123,9 @@ class FsdpEngine(Engine):
                 adds = layout.reduced == "in every micro-step"
                 reduction = CopiedReduction(*reduced, memory) if memory else Reduction(*reduced, adds)
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
-            if record:
+            if record and pipe:
+                self._traversal = ReplayedPipe(self, pipe, dtype, record, whole, sums)
+            elif record:
                 timed = cfg.training.cuda_graphs == "auto"
                 self._traversal = Replayed(self, record, whole, sums, timed)
         else:
@@ -131,9 +136,8 @@ class FsdpEngine(Engine):
         if groups.ep_size > 1:
             self.room = Room(model, cfg.parallel.expert_room, device)
         self._hooks = Hooks(model, layout, isinstance(self._sums, HostSums), apart)
-        if groups.pp_size > 1:
-            pipe = Pipe(groups, cfg.parallel.pipeline_chunks)
-            self._traversal = Piped(self, pipe, self._hooks, dtype, self._share)
+        if pipe and not record:
+            self._traversal = Piped(self, pipe, dtype)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 
@@ -191,9 +195,18 @@ class FsdpEngine(Engine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient: see step.Engine."""
-        self._hooks.expect(last)
-        self._sums.expect(last)
+        self.expect(last)
         (loss * self._share).backward()
+        self.add()
+
+    def expect(self, last: bool, ended: ModelChunk | None = None, only: bool = False) -> None:
+        """Prepare for a backward pass: see StagePasses."""
+        blocks = [cast(Any, self.model.blocks.get_submodule(str(number))) for number in ended.blocks] if ended else []
+        self._hooks.expect(last, blocks, only)
+        self._sums.expect(last, blocks)
+
+    def add(self) -> None:
+        """Add the gradients that a backward pass has left: see StagePasses."""
         self._sums.add()
 
     def _update(self, decision: Decision) -> bool:

@@ -6,7 +6,7 @@ left, and `take` the sums for the update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -32,8 +32,13 @@ class ShardedSums:
     def begin(self, micro_batches: int) -> None:
         """Begin the sums of a step of this many micro-batches."""
 
-    def expect(self, last: bool) -> None:
-        """Prepare for a backward pass, which may be the last one of a step."""
+    def expect(self, last: bool, ended: Collection[Any] = ()) -> None:
+        """Prepare for a backward pass, which may be the last one of a step.
+
+        Args:
+            ended: the blocks that have their last pass, if others have not. Such a pass goes through a chunk of a
+                pipeline stage, and others follow through its other chunks.
+        """
 
     def add(self) -> None:
         """Add the gradients that a backward pass has left."""
@@ -67,7 +72,7 @@ class HostSums(ShardedSums):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums of gradients")
         self._adding: Future[None] | None = None
 
-    def expect(self, last: bool) -> None:
+    def expect(self, last: bool, ended: Collection[Any] = ()) -> None:
         """Wait until all gradients are added, so that the host holds no more than two sets of them."""
         if self._adding is not None:
             self._adding.result()
@@ -128,6 +133,8 @@ class LeafSums(ShardedSums):
         self._unit_of = {name: number for number, unit in enumerate(parts) for name in unit.names}
         self._now: Reduction | None = None
         self._awaited: dict[int, set[str]] = {}
+        self._early: set[int] = set()
+        """The units that were reduced before the last pass of this step."""
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(self._add, name))
 
@@ -153,6 +160,7 @@ class LeafSums(ShardedSums):
     def begin(self, micro_batches: int) -> None:
         """Begin the sums of a step: see ShardedSums."""
         self.given.clear()
+        self._early.clear()
         self.needed = self._reduction is None or (self.reduces and micro_batches > 1)
         if self._reduction and not self.stays:
             self._reduction.free()
@@ -166,13 +174,16 @@ class LeafSums(ShardedSums):
             if name not in self._sums:
                 self._sums[name] = torch.zeros_like(leaf, dtype=torch.float32)
 
-    def expect(self, last: bool) -> None:
+    def expect(self, last: bool, ended: Collection[Any] = ()) -> None:
         """Prepare for a backward pass: see ShardedSums."""
-        self._now = self._reduction if last or not self.reduces else None
-        self._awaited = {}
+        self._now = self._reduction if last or ended or not self.reduces else None
+        self._awaited, self._finishes = {}, last or not ended
         if self._now:
-            self._now.begin()
-            self._awaited = {number: set(unit.names) for number, unit in enumerate(self._now.units)}
+            if not self._early:
+                self._now.begin()
+            for number, unit in enumerate(self._now.units):
+                if number not in self._early and (self._finishes or unit.module in ended):
+                    self._awaited[number] = set(unit.names)
 
     def _add(self, name: str, leaf: Tensor) -> None:
         assert leaf.grad is not None
@@ -185,14 +196,15 @@ class LeafSums(ShardedSums):
             else:
                 total.add_(leaf.grad)
             leaf.grad = None
-        if self._now:
-            number = self._unit_of[name]
-            self._awaited[number].discard(name)
-            if not self._awaited[number]:
+        if self._now and (awaited := self._awaited.get(number := self._unit_of[name])):
+            awaited.discard(name)
+            if not awaited:
                 self._reduce(number, self._now)
 
     def _reduce(self, number: int, reduction: Reduction) -> None:
         del self._awaited[number]
+        if not self._finishes:
+            self._early.add(number)
         names = reduction.units[number].names
         if self.needed:
             reduction.start(number, [self._sums[name] for name in names])
@@ -205,11 +217,13 @@ class LeafSums(ShardedSums):
             leaf.grad = None
 
     def add(self) -> None:
-        """Reduce the units that lack the gradient of a tensor, and wait for all."""
+        """Reduce the units that lack the gradient of a tensor, and wait for all unless other passes follow."""
         if self._now:
             for number in list(self._awaited):
                 self._reduce(number, self._now)
-            self._now.finish()
+            if self._finishes:
+                self._early.clear()
+                self._now.finish()
 
     def take(self) -> dict[str, Tensor]:
         """Return this rank's part of the sums by name: see ShardedSums. The next step writes into the same memory."""

@@ -8,7 +8,6 @@ from typing import cast
 from torch.distributed.fsdp import FSDPModule
 
 from sagetrain.config.layout import Layout
-from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.transformer import Transformer
 
 
@@ -30,10 +29,24 @@ class Hooks:
         """Prepare for backward passes whose gradients are for nobody else."""
         self._set(reduce=False, last=False)
 
-    def expect(self, last: bool) -> None:
-        """Prepare for a backward pass, which may be the last one of a step."""
-        if not self._resident:
-            self._set(last or self._stage > 1, last)
+    def expect(self, last: bool, ended: Sequence[FSDPModule] = (), only: bool = False) -> None:
+        """Prepare for a backward pass, which may be the last one of a step.
+
+        Args:
+            ended: the blocks that have their last pass, if others have not (ShardedSums.expect).
+            only: the step has a single micro-batch.
+        """
+        if self._resident:
+            return
+        self._set(last or self._stage > 1, last)
+        for block in ended:
+            block.set_requires_gradient_sync(True, recurse=False)
+            block.set_requires_all_reduce(True, recurse=False)
+            block.set_reshard_after_backward(True, recurse=False)
+            self._mode = None
+        if ended and only:
+            # FSDP reduces no unit's sums in fp32, from other chunks, beside new gradients in training.dtype.
+            self._root.set_requires_gradient_sync(True, recurse=False)
 
     def _set(self, reduce: bool, last: bool) -> None:
         if (reduce, last) == self._mode:
@@ -51,20 +64,3 @@ class Hooks:
             # These units are needed from the begin of a pass to its end, so giving them back saves no memory. In a
             # pipeline it would take them away from the micro-batches that are under way.
             module.set_reshard_after_backward(False, recurse=False)
-
-    def expect_last_of(self, chunk: ModelChunk, only: bool) -> None:
-        """Let the next backward pass, which is the last one through this chunk but not through the model's part here,
-        reduce the gradients of the chunk's blocks.
-
-        Args:
-            only: the step has a single micro-batch.
-        """
-        for number in chunk.blocks:
-            block = cast(FSDPModule, self._model.blocks.get_submodule(str(number)))
-            block.set_requires_gradient_sync(True, recurse=False)
-            block.set_requires_all_reduce(True, recurse=False)
-            block.set_reshard_after_backward(True, recurse=False)
-        if only:
-            # FSDP reduces no unit's sums in fp32, from other chunks, beside new gradients in training.dtype.
-            self._root.set_requires_gradient_sync(True, recurse=False)
-        self._mode = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,15 +14,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.data.batch import Batch
-from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.protocol import Observers, Watched
 from sagetrain.engines.traversal import Passes, Plain, count, noise_of, watched
+from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.orders import Action
 from sagetrain.parallel.pipeline import Pass, Pipe
 
 
-class _MicroBatches:
+class StagePasses(Passes):
+    """The passes of an engine through the chunks of a pipeline stage."""
+
+    @abstractmethod
+    def expect(self, last: bool, ended: ModelChunk | None = None, only: bool = False) -> None:
+        """Prepare for a backward pass, which may be the last one of a step.
+
+        Args:
+            ended: the chunk that has its last pass, if others have not.
+            only: the step has a single micro-batch.
+        """
+
+    @abstractmethod
+    def add(self) -> None:
+        """Add the gradients that a backward pass has left."""
+
+
+class MicroBatches:
     """The micro-batches of one run, which are taken when the first chunk of this stage needs them."""
 
     def __init__(self, engine: Passes, batches: Iterable[Batch], **how: Any) -> None:
@@ -49,10 +68,11 @@ class _MicroBatches:
         self._seen.extend(self._rest)
 
 
-class _Flow:
+class Flow:
     """The way through the chunks of a pipeline stage.
 
     Args:
+        call: calls the model with its arguments.
         place: dtype and device of the residual streams.
         tokens: returns the number of tokens of a micro-batch on this rank.
         inputs: returns the arguments of the model for a micro-batch.
@@ -61,24 +81,31 @@ class _Flow:
     def __init__(
         self,
         model: Transformer,
+        call: Callable[[dict[str, Any]], Any],
         place: dict[str, Any],
         tokens: Callable[[int], int],
         inputs: Callable[[int], dict[str, Any]],
     ) -> None:
-        self._model, self._place, self._tokens, self._inputs = model, place, tokens, inputs
+        self._model, self._call, self._place, self._tokens, self._inputs = model, call, place, tokens, inputs
         self.chunks = {chunk.number: chunk for chunk in model.chunks}
         """The chunks of this stage, by their numbers in the model."""
         self.outputs: list[Tensor] = []
         """The model's output for each micro-batch, from `collect`."""
 
-    def like(self, micro: int) -> list[Tensor]:
-        """Return tensors for the residual streams of a micro-batch."""
-        return [torch.empty(shape, **self._place) for shape in self._model.stream_shapes(self._tokens(micro))]
+    def like(self, action: Action) -> list[Tensor]:
+        """Return tensors for the residual streams of a micro-batch, or their gradients."""
+        shapes = self._model.stream_shapes(self._tokens(action.micro))
+        return [torch.empty(shape, **self._place) for shape in shapes]
 
     def run(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a micro-batch through a chunk. Return the residual streams behind the chunk, or the model's output."""
+        return self.through(number, self._inputs(micro), streams)
+
+    def through(self, number: int, inputs: dict[str, Any], streams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Do what `run` does, with these arguments of the model."""
         chunk = self.chunks[number]
-        made = self._model(**self._inputs(micro), chunk=chunk, streams=tuple(streams))
+        streams = [x.requires_grad_(torch.is_grad_enabled()) for x in streams]
+        made = self._call({**inputs, "chunk": chunk, "streams": streams})
         return [made] if chunk.last else made
 
     def collect(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -90,83 +117,111 @@ class _Flow:
         return []
 
 
-class _Step:
-    """The passes of a step through this stage."""
+class StageStep:
+    """The passes of a step through this stage.
+
+    Args:
+        total: the sum of the losses so far.
+    """
 
     def __init__(
-        self, flow: _Flow, batches: _MicroBatches, hooks: Hooks, share: Tensor, observers: Observers, masked: bool
+        self,
+        flow: Flow,
+        batches: MicroBatches,
+        passes: StagePasses,
+        total: Tensor,
+        observers: Observers,
+        masked: bool,
     ) -> None:
-        self._flow, self._batches, self._hooks, self._share = flow, batches, hooks, share
-        self._observers, self._masked, self._first = observers, masked, min(flow.chunks)
-        self._watched: list[Watched] = []
-        self.total = torch.zeros((), device=share.device, dtype=torch.float64)
-        """The sum of the losses so far."""
+        self.flow, self.batches, self.observers = flow, batches, observers
+        self._passes, self._total, self._masked, self._first = passes, total, masked, min(flow.chunks)
+        self._watched: dict[int, Watched] = {}
 
     def run(self, pipe: Pipe, micro_batches: int) -> None:
         """Run forward and backward over all micro-batches."""
-        self._only, self._left = micro_batches == 1, micro_batches * len(self._flow.chunks)
-        pipe.run(micro_batches, self._forward, self._flow.like, self._backward)
-        for each in self._watched:
+        self._only, self._left = micro_batches == 1, micro_batches * len(self.flow.chunks)
+        pipe.run(micro_batches, self.forward, self.like, self.backward)
+        for each in self._watched.values():
             each.end()
-        self._batches.take_rest()
+        self.batches.take_rest()
 
-    def _forward(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+    def like(self, action: Action) -> list[Tensor]:
+        """Return the tensors that receive what an action needs."""
+        return self.flow.like(action)
+
+    def forward(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the forward pass of a micro-batch through a chunk: see Pipe.run."""
         with self._watching(number, micro, backward=False):
-            made = self._flow.run(number, micro, streams)
-        if not self._flow.chunks[number].last:
-            return made
-        self.total.add_(made[0].detach())
-        return [made[0] * self._share]
+            return self.through(number, self.batches.inputs(micro), streams)
 
-    def _backward(self, number: int, micro: int, later: int, run: Pass) -> None:
-        self._left -= 1
-        self._hooks.expect(last=not self._left)
-        if self._left and not later:
-            self._hooks.expect_last_of(self._flow.chunks[number], self._only)
+    def through(self, number: int, inputs: dict[str, Any], streams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a chunk with these arguments of the model. Return what the backward pass begins with."""
+        made = self.flow.through(number, inputs, streams)
+        if not self.flow.chunks[number].last:
+            return made
+        self._total.add_(made[0].detach())
+        return [made[0] * self._passes.model.share]
+
+    def backward(self, number: int, micro: int, later: int, run: Pass) -> Sequence[Tensor]:
+        """Run the backward pass of a micro-batch through a chunk: see Pipe.run."""
+        self.expect(number, later)
         if self._masked and number == self._first:
-            count(self._batches[micro], self._observers)
-        with self._watching(number, micro, backward=True), noise_of(self._observers):
+            count(self.batches[micro], self.observers)
+        with self._watching(number, micro, backward=True), noise_of(self.observers):
             run.run()
+        self._passes.add()
+        return run.to_send()
+
+    def expect(self, number: int, later: int) -> None:
+        """Prepare for a backward pass through a chunk, which so many follow."""
+        self._left -= 1
+        ended = self.flow.chunks[number] if self._left and not later else None
+        self._passes.expect(not self._left, ended, self._only)
 
     def _watching(self, number: int, micro: int, backward: bool) -> AbstractContextManager[None]:
-        if len(self._watched) == micro:
-            self._watched.append(watched(micro, self._batches[micro], self._observers))
-        return self._watched[micro].passing(self._flow.chunks[number].blocks, backward)
+        if micro not in self._watched:
+            self._watched[micro] = watched(micro, self.batches[micro], self.observers)
+        return self._watched[micro].passing(self.flow.chunks[number].blocks, backward)
 
 
 class Piped(Plain):
     """Take micro-batches through the chunks of a pipeline stage, in the order of the pipeline.
 
     Args:
-        hooks: FSDP's hooks of the stage's part of the model.
         dtype: the dtype of the residual streams.
-        share: the factor of each micro-batch's loss, as a tensor.
     """
 
-    def __init__(self, engine: Passes, pipe: Pipe, hooks: Hooks, dtype: torch.dtype, share: Tensor) -> None:
+    def __init__(self, engine: StagePasses, pipe: Pipe, dtype: torch.dtype) -> None:
         super().__init__(engine)
-        self._pipe, self._hooks, self._share = pipe, hooks, share
+        self._passes, self._pipe = engine, pipe
         self._place: dict[str, Any] = {"dtype": dtype, "device": engine.device}
 
-    def _flow(self, batches: _MicroBatches) -> _Flow:
-        return _Flow(self._engine.model, self._place, batches.tokens, batches.inputs)
+    def _step(self, *parts: Any) -> StageStep:
+        """Return the passes of a step."""
+        return StageStep(*parts)
+
+    def _flow(self, batches: MicroBatches) -> Flow:
+        return Flow(self._engine.model, self._engine.run, self._place, batches.tokens, batches.inputs)
 
     def run(self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool) -> Tensor:
         """Run forward and backward over all micro-batches of a step: see Plain."""
-        taken = _MicroBatches(self._engine, batches)
-        step = _Step(self._flow(taken), taken, self._hooks, self._share, observers, masked)
-        step.run(self._pipe, micro_batches)
-        return step.total
+        self._total.zero_()
+        taken = MicroBatches(self._engine, batches)
+        self._step(self._flow(taken), taken, self._passes, self._total, observers, masked).run(
+            self._pipe, micro_batches
+        )
+        return self._total
 
     def gradients(self, batch: Batch, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a micro-batch apart from a step: see Plain."""
-        flow, found = self._flow(_MicroBatches(self._engine, [batch])), dict[int, Tensor]()
+        flow, found = self._flow(MicroBatches(self._engine, [batch])), dict[int, Tensor]()
 
-        def backward(number: int, micro: int, later: int, run: Pass) -> None:
+        def backward(number: int, micro: int, later: int, run: Pass) -> Sequence[Tensor]:
             for place, gradient in enumerate(run.gradients_of(leaves)):
                 # Each leaf belongs to one of the stage's chunks.
                 if gradient is not None:
                     found[place] = gradient
+            return run.to_send()
 
         self._pipe.run(1, flow.run, flow.like, backward)
         return [found[place] if place in found else torch.zeros_like(leaf) for place, leaf in enumerate(leaves)]
@@ -176,7 +231,7 @@ class Piped(Plain):
         rest = iter(batches)
         # More micro-batches at once would idle less, and a signal to stop would wait for longer.
         while some := list(itertools.islice(rest, 4 * self._pipe.size)):
-            taken = _MicroBatches(self._engine, some, by_token=True)
+            taken = MicroBatches(self._engine, some, by_token=True)
             flow = self._flow(taken)
             self._pipe.run(len(some), flow.collect, flow.like)
             for micro, losses in enumerate(flow.outputs):
@@ -189,7 +244,8 @@ class Piped(Plain):
     @torch.no_grad()
     def _logits(self, model: Transformer, tokens: Tensor, **how: Any) -> Tensor:
         place = {**self._place, "device": tokens.device}
-        flow = _Flow(model, place, lambda micro: tokens.numel(), lambda micro: {"tokens": tokens, **how})
+        given = lambda micro: {"tokens": tokens, **how}  # noqa: E731
+        flow = Flow(model, lambda inputs: model(**inputs), place, lambda micro: tokens.numel(), given)
         self._pipe.run(1, flow.collect, flow.like)
         rows, length = tokens.shape
         shape = rows, 1 if how.get("last") else length, model.every_spec[EMBEDDING].shape[0]

@@ -30,7 +30,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise
 
 # A micro-step runs twice by the host before it is recorded: kernels are compiled, tuned and loaded then.
-_PASSES = 2
+PASSES = 2
 _KEPT = 8  # This is the number of recordings that are kept.
 
 
@@ -117,7 +117,7 @@ class Replayed(Plain):
             # A room only grows, so what was recorded with the smaller one is never replayed again.
             self._programs.clear()
             self._rooms = rooms
-        self._state = None if self.refusal else self._state_of_the_step()
+        self._state = None if self.refusal else state_of(self._model, self._leaves, self._copies)
         return super().run(batches, micro_batches, observers, masked)
 
     def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
@@ -151,7 +151,7 @@ class Replayed(Plain):
         program = self._program_of(inputs, last, noise)
         program.inputs.write(inputs)
         # The first step allocates what later steps keep.
-        ran = program.passes >= _PASSES and (program.times.host_known or not self._timing)
+        ran = program.passes >= PASSES and (program.times.host_known or not self._timing)
         if program.recording is None and ran and self._steps > 1 and not self.refusal:
             self._record_program(program)
         if program.recording is not None:
@@ -161,7 +161,7 @@ class Replayed(Plain):
             self._sums.given |= program.given
             program.replays += 1
         else:
-            with self._timed(program, program.passes >= _PASSES):
+            with self._timed(program, program.passes >= PASSES):
                 self._launch(program)
             program.passes += 1
 
@@ -209,7 +209,7 @@ class Replayed(Plain):
         given, added = set(self._sums.given), self._metrics.added()
         self._sums.given.clear()
         try:
-            self.refusal = _lacks_memory(self._device, 0 if self._sums.stays else self._sums.reduced_bytes)
+            self.refusal = lacks_memory(self._device, 0 if self._sums.stays else self._sums.reduced_bytes)
             if not self.refusal:
                 self._sums.stay()
                 program.recording = self._record(lambda: self._launch(program))
@@ -235,36 +235,36 @@ class Replayed(Plain):
         self._programs.clear()
         warnings.warn(f"the host launches each micro-step from now on: {why}", stacklevel=2)
 
-    def _state_of_the_step(self) -> Any:
-        """Return all that decides what micro-steps launch, and where, beside their micro-batches. None: something looks
-        at them that would see nothing of a replay."""
-        model, leaves = self._model, self._leaves.values()
-        modules = (each for each in model.named_modules() if not isinstance(each[1], FSDPModule))
-        if (
-            observe.listening()
-            or torch._C._autograd._profiler_enabled()
-            or torch.is_anomaly_enabled()
-            or hooks_of(modules)
-            or any(leaf._backward_hooks for leaf in leaves)
-        ):
-            return None
-        layers = list(linear_layers(model))
-        held = [*leaves, *(tensor for layer in layers for tensor in layer.kept)]
-        return (
-            [layer.matmul for layer in layers],
-            model.functions,
-            model.activation_checkpointing,
-            [leaf.requires_grad for leaf in leaves],
-            [tensor.data_ptr() for tensor in held],
-            self._copies and self._copies.addresses,
-            torch.are_deterministic_algorithms_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-            torch.get_float32_matmul_precision(),
-            torch.is_autocast_enabled(self._device.type),
-        )
+
+def state_of(model: Transformer, leaves: Mapping[str, Tensor], copies: Copies | None) -> Any:
+    """Return all that decides what micro-steps launch, and where, beside their micro-batches. None: something looks at
+    them that would see nothing of a replay."""
+    modules = (each for each in model.named_modules() if not isinstance(each[1], FSDPModule))
+    if (
+        observe.listening()
+        or torch._C._autograd._profiler_enabled()
+        or torch.is_anomaly_enabled()
+        or hooks_of(modules)
+        or any(leaf._backward_hooks for leaf in leaves.values())
+    ):
+        return None
+    layers = list(linear_layers(model))
+    held = [*leaves.values(), *(tensor for layer in layers for tensor in layer.kept)]
+    return (
+        [layer.matmul for layer in layers],
+        model.functions,
+        model.activation_checkpointing,
+        [leaf.requires_grad for leaf in leaves.values()],
+        [tensor.data_ptr() for tensor in held],
+        copies and copies.addresses,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_enabled(held[0].device.type),
+    )
 
 
-def _lacks_memory(device: torch.device, beside: int) -> str:
+def lacks_memory(device: torch.device, beside: int) -> str:
     """Return "", or that recordings do not fit into a GPU's memory. Recordings keep the memory of a micro-step for
     themselves, and others need as much for passes that are not recorded, or for the update."""
     if device.type != "cuda":

@@ -54,9 +54,9 @@ class Pass:
         return [tensor.grad for tensor in self._inputs if tensor.grad is not None]
 
 
-Backward = Callable[[int, int, int, Pass], None]
+Backward = Callable[[int, int, int, Pass], Streams]
 """A function of a chunk, a micro-batch, the number of backward passes of this chunk that are still to come, and the
-pass, which the function runs."""
+pass, which the function runs. It returns the gradients of the residual streams that came to the chunk."""
 
 
 class Pipe:
@@ -102,17 +102,16 @@ class Pipe:
     def _group(self, kind: str, chunk: int, other: int) -> dist.ProcessGroup:
         return self._groups[kind, min(chunk, other) % self.size == self.size - 1]
 
-    def _receive(self, action: Action, like: Callable[[int], list[Tensor]]) -> list[Tensor]:
+    def _receive(self, action: Action, like: Callable[[Action], list[Tensor]]) -> list[Tensor]:
         """Receive the input of an action from another stage. The first and the last chunk need none.
 
         NCCL receives by a kernel that holds a part of the GPU until the message is there. A message that were asked for
         one action ahead would hold that part during the whole action.
         """
-        kind, chunk, micro = action
         source = _source(action)
         if not 0 <= source <= self._last:
             return []
-        group, tensors = self._group(kind, chunk, source), like(micro)
+        group, tensors = self._group(action.kind, action.chunk, source), like(action)
         while self._awaited and all(work.is_completed() for work in self._awaited[0][1]):
             self._awaited.popleft()
         with self._said(action, source):
@@ -159,7 +158,7 @@ class Pipe:
         self,
         micros: int,
         forward: Callable[[int, int, list[Tensor]], Streams],
-        like: Callable[[int], list[Tensor]],
+        like: Callable[[Action], list[Tensor]],
         backward: Backward | None = None,
     ) -> None:
         """Run micro-batches through the pipeline; collective.
@@ -169,7 +168,7 @@ class Pipe:
             forward: called with a chunk, a micro-batch and the residual streams before the chunk (none for the first
                 one). It returns the streams behind the chunk. For the last chunk it returns what the backward pass
                 begins with.
-            like: returns empty tensors with the shapes of a micro-batch's streams on this rank.
+            like: returns the tensors that receive the streams, or their gradients, which an action needs.
             backward: called for every backward pass. None: there are only forward passes.
         """
         actions = order_of(self.rank, self.size, self._per_rank, micros, backward is not None)
@@ -179,21 +178,20 @@ class Pipe:
             kind, chunk, micro = action
             received = self._receive(action, like)
             if kind == "forward":
-                inputs = [tensor.requires_grad_(backward is not None) for tensor in received]
-                made = forward(chunk, micro, inputs)
+                made = forward(chunk, micro, received)
                 if chunk < self._last:
                     self._send(action, made)
                 if backward:
-                    kept[chunk, micro] = inputs, made
+                    kept[chunk, micro] = received, made
                 del made
                 continue
             assert backward is not None, "an order without backward passes has none"
             left[chunk] -= 1
             run = Pass(*kept.pop((chunk, micro)), received)
-            backward(chunk, micro, left[chunk], run)
+            gradients = backward(chunk, micro, left[chunk], run)
             if chunk:
-                self._send(action, run.to_send())
-            del run, received
+                self._send(action, gradients)
+            del run, received, gradients
         for action, target, work, _ in self._sent:
             taker = self._stage(target % self.size)
             self._untaken = f"pipeline {self._stage(self.rank)} waits for {taker} to take {_words(action)}"

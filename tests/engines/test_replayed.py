@@ -1,6 +1,7 @@
 """Micro-steps can be recorded once and replayed: their program holds no number that changes, and their memory stays."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ from sagekernels.autograd import DOCUMENT_BOUNDS
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.engine import findings
 from sagetrain.data.batch import Batch, Sample, batch_of
-from sagetrain.engines import replay_times, replayed
+from sagetrain.engines import replay_times, replayed, replayed_stage
 from sagetrain.engines.fsdp import FsdpEngine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model import backends
+from sagetrain.parallel.orders import order_of
 from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.stability.spikes import Verdict
 
@@ -120,7 +122,7 @@ def weights_of(engine: Any) -> torch.Tensor:
 
 def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Iterator[Any]:
     """Yield an engine whose micro-steps the host launches, and one that replays them."""
-    replayed.recorder = lambda device: counted
+    replayed.recorder = replayed_stage.recorder = lambda device: counted.pool()
     for how in ("off", "on"):
         training = {**sections.get("training", {}), "cuda_graphs": how}
         dtype = training.pop("dtype", "bf16")
@@ -214,6 +216,79 @@ def test_ranks_that_gather_keys_replay_their_collectives() -> None:
     """The only query head is on both ranks, whose keys the other one gathers. They have chunks of each sequence."""
     for found in run_distributed(run_cases, 2, 1, list(GATHERED), 1, 2, 2):
         assert set(found.values()) == {(True, 2, 5)}
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+COUNTS = 5, 5, 7, 2, 3
+"""The micro-batches of each step. The first one runs by the host, and its second half as later steps are recorded."""
+
+
+def run_pipelines(
+    names: list[str], stages: int, chunks: int = 1, tp: int = 1, stage: int = 1
+) -> dict[str, tuple[Any, int, int]]:
+    """Take steps by the host, and by replays, with an evaluation, a measured step and new state between them. Return
+    what differs, and how many pools and replays there were."""
+    backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
+    groups, found = tiny.join(tp, pp_size=stages), {}
+    parallel = {"pipeline_parallel_size": stages, "pipeline_chunks": chunks, "tensor_parallel_size": tp}
+    parallel |= {"sequence_parallel": tp > 1, "tensor_parallel_overlap": "on"}
+    for name in names:
+        (kind, sections), counted, both = CASES[name], Counted(), []
+        shape = {"num_layers": stages * chunks + 1, **sections.get("model", {})}
+        for engine in engines(stage, counted, groups, **{**sections, "model": shape}, parallel=parallel):
+            steps = [step_of(engine, kind, step, count) for step, count in enumerate(COUNTS)]
+            before = counted.recorded, counted.replayed
+            noise = GradientNoise(engine.leaves(), engine.model.every_spec.values(), groups, engine.device)
+            seen = Observers(noise=noise, layer_norms=True)
+            steps.append((step_of(engine, kind, 5, 3, seen), tiny.evaluation(engine, ["web"])))
+            assert before == (counted.recorded, counted.replayed)  # The host launches a measured step.
+            engine.state_changed()
+            steps.append(step_of(engine, kind, 6, 3))
+            both.append((steps, weights_of(engine)))
+        (steps, weights), (others, again) = both
+        same = steps == others and torch.equal(weights, again)
+        found[name] = same or (steps, others), counted.pools, counted.replayed
+    return found
+
+
+REPLAYED = sum(COUNTS[1:]) + 3
+"""The micro-batches of `run_pipelines` that are replayed."""
+
+
+def check_pipelines(found: list[dict[str, Any]], stages: int, chunks: int = 1, ranks: int = 1) -> None:
+    """Check that every rank had the bits of the host, and no more slots than micro-batches are under way at once. The
+    last chunk has slots of its own."""
+    for rank, of_rank in enumerate(found):
+        most, now, stage = Counter[bool](), Counter[bool](), rank // ranks
+        for action in (action for count in COUNTS for action in order_of(stage, stages, chunks, count)):
+            last = action.chunk == stages * chunks - 1
+            now[last] += 1 if action.kind == "forward" else -1
+            most[last] = max(most[last], now[last])
+        for name, (same, pools, replays) in of_rank.items():
+            assert same is True, (name, same)
+            assert (pools, replays) == (1 + most.total(), 2 * chunks * REPLAYED), (name, rank)
+
+
+def test_stages_of_a_pipeline_replay_their_passes() -> None:
+    """A slot has a recording of a forward pass and one of a backward pass, whose memory other slots do not touch."""
+    names = ["16 bits", "INT8 layers", "sage, documents", "selective", "loss mask, tied", "experts"]
+    check_pipelines(run_distributed(run_pipelines, 2, names, 2), 2)
+
+
+def test_chunks_of_stages_replay_their_passes() -> None:
+    names = ["INT8 layers", "sdpa, documents, recomputed", "loss mask, tied"]
+    check_pipelines(run_distributed(run_pipelines, 2, names, 2, 2), 2, 2)
+
+
+def test_four_stages_replay_their_passes() -> None:
+    check_pipelines(run_distributed(run_pipelines, 4, ["INT8 layers", "fp32"], 4), 4)
+
+
+def test_replicas_of_stages_and_tensor_parallel_stages_replay() -> None:
+    """Replicas reduce behind the replays of a chunk's last pass."""
+    check_pipelines(run_distributed(run_pipelines, 4, ["INT8 layers", "loss mask, tied"], 2, 2), 2, 2, 2)
+    check_pipelines(run_distributed(run_pipelines, 4, ["INT8 layers", "loss mask, tied"], 2, 1, 2), 2, 1, 2)
 
 
 class Looking:
@@ -383,7 +458,6 @@ def test_auto_keeps_the_faster_way() -> None:
 @pytest.mark.parametrize(("key", "value", "why", "fix"), [
     ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
     ("offload", "optimizer", "gradients leave the GPU", "use none"),
-    ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),
 ])  # fmt: skip
 def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: str, fix: str) -> None:
     cfg = tiny.config(1, "bf16", parallel={key: value}, training={"cuda_graphs": "on"})

@@ -29,11 +29,20 @@ CASES = {
     "FP8, fine, recomputed": ("fp8", {"backend": "sage", "recipe": "fine"}, "full"),
     "INT8, experts": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
 }
+UNDER_WAY = {(1, 0): (2, 0), (1, 1): (0, 1), (2, 0): (5, 0), (2, 1): (3, 1)}
+"""The passes of four micro-batches that two stages have under way at once, in all chunks but the model's last one, and
+in the last one. The key is the number of chunks of a stage, and the stage."""
 EXPERTS = {"number": 8, "per_token": 2, "ffn_size": 256, "balance": {"bias_rate": 0.01}}
 
 
 def _steps(
-    case: str, compiled: bool, graphs: str, groups: ParallelGroups, device: torch.device, stage: int = 1
+    case: str,
+    compiled: bool,
+    graphs: str,
+    groups: ParallelGroups,
+    device: torch.device,
+    stage: int = 1,
+    chunks: int = 1,
 ) -> tuple[list[Any], torch.Tensor, Any]:
     """Take six steps of four masked micro-batches with documents, which become more on the way. The noise of the last
     step is measured."""
@@ -43,10 +52,12 @@ def _steps(
     tp = groups.tp_size
     shape = SHAPE | ({"num_key_value_heads": 1} if groups.cp_size > 1 else {})  # Context ranks have copies of it.
     shape = shape | ({"experts": EXPERTS} if "experts" in case else {})
+    shape = shape | ({"num_layers": 4} if groups.pp_size > 1 else {})
     sections = {"attention": attention, "model": shape, "data": {"seq_length": LENGTH}}
     sections["linear"] = {"precision": linear, "head": head}
     sections["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on",
-                            "context_parallel_size": groups.cp_size}  # fmt: skip
+                            "context_parallel_size": groups.cp_size, "pipeline_parallel_size": groups.pp_size,
+                            "pipeline_chunks": chunks}  # fmt: skip
     cfg = tiny.config(stage, "bf16", training=training, tokens_per_step={"tokens": 8 * LENGTH}, **sections)
     matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=tp, device=device, dtype=torch.bfloat16)
     model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB, matmuls=matmuls)
@@ -81,6 +92,22 @@ def _bits(cases: list[str], compiled: bool, tp: int, cp: int, gather: int, stage
         found[case] = replayed.refusal or (steps == others and torch.equal(weights, again) and recorded == reduces)
         if not compiled:
             found["auto"] = _auto(case, groups, device, steps, weights)
+    return found
+
+
+def _bits_of_pipelines(cases: list[str], chunks: int) -> dict[str, bool | str]:
+    """Return whether two stages have the host's bits, and as many slots as micro-batches are under way at once."""
+    torch.use_deterministic_algorithms(True)
+    device, found = over_nccl(), {}
+    groups = ParallelGroups.create(Topology(2, 1, 1, 2))
+    for case in cases:
+        (steps, weights, _), (others, again, replayed) = (
+            _steps(case, True, how, groups, device, 1, chunks) for how in ("off", "on")
+        )
+        recorded = tuple(map(len, replayed.slots._free.values()))
+        found[case] = replayed.slots.refusal or (steps == others and torch.equal(weights, again))
+        if recorded != UNDER_WAY[chunks, groups.pp_rank]:
+            found[case] = f"{found[case]}, slots: {recorded}"
     return found
 
 
@@ -125,3 +152,13 @@ def test_replays_of_compiled_blocks_have_them_too(ranks: int, tp: int, cp: int, 
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
         for found in run_distributed(_bits, ranks, cases, True, tp, cp, gather, stage):
             assert found == dict.fromkeys(cases, True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_replays_of_pipeline_stages_have_them_too(chunks: int) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+        for found in run_distributed(_bits_of_pipelines, 2, list(CASES), chunks):
+            assert found == dict.fromkeys(CASES, True)

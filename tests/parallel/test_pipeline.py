@@ -131,7 +131,7 @@ def a_stage_hangs_and_dies(root: str) -> None:
     connections, as one that dies does."""
     groups, folder = tiny.join(1, 1, 3), Path(root)
     layout = {"engine": "fsdp", "pipeline_parallel_size": 3}
-    engine = tiny.engine(tiny.config(1, model={"num_layers": 3}, parallel=layout), groups)
+    engine = tiny.engine(tiny.config(2, model={"num_layers": 3}, parallel=layout), groups)
     # The process goes on after the watchdog has ended it.
     guard.os = SimpleNamespace(**{**vars(os), "_exit": lambda code: None})
     watchdog = Watchdog(folder / "stacks", groups.rank, timeout=1.0, watches=groups.rank == 0)

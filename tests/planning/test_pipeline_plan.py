@@ -60,6 +60,17 @@ def test_figures_are_those_of_the_order(stages: int, chunks: int, micros: int) -
         assert kept.bytes == pytest.approx(part.kept * one.bytes, rel=1e-6)
 
 
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_recorded_passes_keep_the_memory_of_all_slots(again: str) -> None:
+    """Each slot also has what the forward pass of a block needs and does not keep: most of it with recomputation."""
+    unwatched, way = "stability.monitor.every_steps=null", f"training.activation_checkpointing={again}"
+    cfg = config(4, 2, 16, unwatched, way, "training.cuda_graphs=on")
+    memory = {item.name: item.bytes for item in _memory(cfg, Layout.of(cfg, 4), VOCAB, 1)}
+    slots, recomputed = in_flight(orders(4, 2, 16)[1]), memory.get("recomputed", 0)
+    held = memory["activations"] + memory["workspace"] + recomputed
+    assert memory["recordings"] == held + slots * recomputed and (recomputed > 0) == (again == "full")
+
+
 @pytest.mark.parametrize("more", [[], ["training.activation_checkpointing=11"], ["parallel.pipeline_chunks=2"]])
 def test_stages_that_are_left_out_are_no_larger_and_no_slower(more: list[str]) -> None:
     cfg = config(8, 1, 16, *more)
@@ -117,9 +128,8 @@ def test_pipelines_are_proposed_where_they_win() -> None:
     assert {item.cfg.parallel.pipeline_parallel_size for item in small} == {1}
 
 
-def test_70b_on_512_gpus_is_a_pipeline_on_a_slow_network() -> None:
-    """On the usual network five layouts at ZeRO 3 are ahead of every pipeline. On a quarter of it the pipeline is far
-    ahead."""
+def test_70b_on_512_gpus_is_a_pipeline() -> None:
+    """On the usual network a pipeline is a little ahead of every layout at ZeRO 3, and on a quarter of it far ahead."""
     rates = {}
     for network, engine in ((1.0, "fsdp"), (0.25, "fsdp"), (0.25, "deepspeed")):
         hardware = replace(H100, network_bandwidth=network * H100.network_bandwidth)
@@ -129,7 +139,7 @@ def test_70b_on_512_gpus_is_a_pipeline_on_a_slow_network() -> None:
             way = item.layout.engine if parallel.pipeline_parallel_size == 1 else "pipeline"
             assert parallel.tensor_parallel_size <= 8
             rates.setdefault((network, way), item.prediction.tokens_per_second)
-    assert (1.0, "pipeline") not in rates
+    assert 1.0 < rates[1.0, "pipeline"] / rates[1.0, "fsdp"] < 1.05
     assert rates[0.25, "pipeline"] / rates[0.25, "fsdp"] > 1.1
 
 

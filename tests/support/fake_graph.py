@@ -154,12 +154,16 @@ class FakeGraph(TorchDispatchMode):
             self.program.append(_Call(func, arguments, form, made, _where()))
         return out
 
-    @torch.autocast("cpu", enabled=False)  # The recording holds what autocast made of the operators.
-    def replay(self) -> None:
-        """Run the operators once more, on what the tensors from outside hold now."""
+    def poison(self) -> None:
+        """Spoil what the memory of the recording holds."""
         for storage in self.pool.values():
             if storage.nbytes():
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).fill_(255)
+
+    @torch.autocast("cpu", enabled=False)  # The recording holds what autocast made of the operators.
+    def replay(self) -> None:
+        """Run the operators once more, on what the tensors from outside hold now."""
+        self.poison()
         for operator, arguments, form, made, _ in self.program:
             if operator.overloadpacket.__name__ in {*_EMPTY, "wait_tensor"}:
                 continue
@@ -176,21 +180,34 @@ class FakeGraph(TorchDispatchMode):
 
 
 class Counted:
-    """A function that records (sagekernels.graphs.Record), and counts its recordings and their replays."""
+    """A function that records (sagekernels.graphs.Record), and counts its recordings, their replays, and pools."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.recorded = self.replayed = self.pools = 0
 
     def __call__(self, function: Callable[[], None]) -> Any:
-        graph, outer = FakeGraph.of(function), self
-        self.recorded += 1
+        return self.pool()(function)
 
-        class Recording:
-            def replay(self) -> None:
-                outer.replayed += 1
-                graph.replay()
+    def pool(self) -> Callable[[Callable[[], None]], Any]:
+        """Return a function that records in a pool of its own. A replay spoils all memory of its pool."""
+        graphs, outer = list[FakeGraph](), self
+        self.pools += 1
 
-        return Recording()
+        def record(function: Callable[[], None]) -> Any:
+            graph = FakeGraph.of(function)
+            graphs.append(graph)
+            outer.recorded += 1
+
+            class Recording:
+                def replay(self) -> None:
+                    outer.replayed += 1
+                    for other in graphs:
+                        other.poison()
+                    graph.replay()
+
+            return Recording()
+
+        return record
 
 
 class CopiedMemory:
