@@ -27,7 +27,7 @@ from .grouped_products import (
     GROUPED_PRODUCT,
     GROUPED_WEIGHT_PRODUCT,
 )
-from .grouped_swiglu import WEIGHTED_SWIGLU, WEIGHTED_SWIGLU_GRADIENTS, check_swiglu, weighted_swiglu
+from .grouped_swiglu import WEIGHTED_SWIGLU, WEIGHTED_SWIGLU_GRADIENTS, bias_gradient, check_swiglu, weighted_swiglu
 from .int8_matmul import PIECE
 from .matmul import Measured
 from .refusals import differentiated_once, refuse_transforms
@@ -188,7 +188,7 @@ def grouped_matmul(
         NotImplementedError: a second derivative, or a transform of torch.func.
     """
     x, largest = x if isinstance(x, Measured) else (x, None)
-    (y,) = _node(x, largest, weight, None, rows, matmul, kept, gathers, combines)
+    (y,) = _node(x, largest, weight, (), "", rows, matmul, kept, gathers, combines)
     return y
 
 
@@ -201,6 +201,8 @@ def grouped_gated(
     kept: Sequence[Tensor] = (),
     *,
     gathers: bool = False,
+    activation: str = "swiglu",
+    bias: Tensor | None = None,
 ) -> Tensor | Measured:
     """Return silu(gate) * up times the router's weight, of gate and up as halves of one product: [R, K] -> [R, N / 2].
     Arguments that are not named here are those of `grouped_matmul`, and errors are as there and in `weighted_swiglu`.
@@ -208,28 +210,34 @@ def grouped_gated(
     Args:
         weight: [E, N, K] or [E N, K]: of each expert first the outputs of gate, then those of up.
         weights: [T, k], the router's weight of each choice. Gradients flow to it.
+        activation: the name of another activation than SwiGLU, as in `weighted_swiglu`.
+        bias: what is added to the product, as in `weighted_swiglu`.
 
     Returns:
         What grouped_matmul takes as x: a tensor, or if gradients are rounded the tensor with its largest magnitudes,
         in one node of autograd. That node's own gradients leave theirs for its casts.
     """
     if matmul is None or not (matmul.measured and torch.is_grad_enabled()):
-        return weighted_swiglu(grouped_matmul(x, weight, rows, matmul, kept, gathers=gathers), weights, rows)
-    return Measured(*_node(x, None, weight, weights, rows, matmul, kept, gathers, combines=False))
+        y = grouped_matmul(x, weight, rows, matmul, kept, gathers=gathers)
+        return weighted_swiglu(y, weights, rows, activation, bias)
+    gate = (weights,) if bias is None else (weights, bias)
+    return Measured(*_node(x, None, weight, gate, activation, rows, matmul, kept, gathers, combines=False))
 
 
 def _node(
     x: Tensor,
     largest: Tensor | None,
     weight: Tensor,
-    weights: Tensor | None,
+    gate: Sequence[Tensor],
+    activation: str,
     rows: Rows,
     matmul: GroupedMatmul | None,
     kept: Sequence[Tensor],
     gathers: bool,
     combines: bool,
 ) -> tuple[Tensor, ...]:
-    """Check the arguments and call autograd's node. weights: those of SwiGLU behind the product, if there is one."""
+    """Check the arguments and call autograd's node. gate: weights, and perhaps the bias, of the activation behind the
+    product, if there is one."""
     refuse_transforms(*_NAMED)
     matmul = GroupedMatmul() if matmul is None else matmul
     if x.dtype not in (*DTYPES, torch.float64) or x.dtype != weight.dtype:
@@ -241,11 +249,10 @@ def _node(
         raise ValueError(f"grouped_matmul takes x [{length}, {weight.shape[-1]}], got shape {tuple(x.shape)}")
     whole = _weights_of(weight, experts)
     matmul.check(whole, rows)
-    if weights is not None:
-        check_swiglu((len(rows.choice), whole.shape[1]), x.dtype, weights, rows)
+    if gate:
+        check_swiglu((len(rows.choice), whole.shape[1]), x.dtype, gate[0], rows, *gate[1:])
     known = () if largest is None or not matmul.measured else (largest,)
-    gate = () if weights is None else (weights,)
-    plan = _Plan(matmul, gathers, combines, torch.is_grad_enabled(), len(known), len(gate), len(kept))
+    plan = _Plan(matmul, gathers, combines, torch.is_grad_enabled(), len(known), len(gate), activation, len(kept))
     y: tuple[Tensor, ...] = _Grouped.apply(plan, x, weight, *known, *gate, *kept, *rows)
     return y
 
@@ -271,7 +278,8 @@ class _Plan(NamedTuple):
     known: int
     """1 if the largest magnitudes of x are known, else 0."""
     gated: int
-    """1 if SwiGLU follows, with its largest magnitudes, else 0."""
+    """The tensors of the activation that follows with its largest magnitudes: its weights, and perhaps its bias."""
+    activation: str
     kept: int
 
 
@@ -292,7 +300,10 @@ class _Grouped(torch.autograd.Function):
             ctx.save_for_backward(*saved, weight, *read)
             return (COMBINE_ROWS(y, rows.slot) if plan.combines else y,)
         ctx.save_for_backward(*saved, y, weight, *read)
-        inner, largest = WEIGHTED_SWIGLU(y, *gate, rows.choice, rows.ends, rows.tiles, True)
+        weights, bias = _with_bias(gate)
+        inner, largest = WEIGHTED_SWIGLU(
+            y, bias, weights, rows.choice, rows.ends, rows.tiles, plan.activation, True
+        )  # fmt: skip
         ctx.mark_non_differentiable(largest)
         return inner, largest
 
@@ -302,13 +313,16 @@ class _Grouped(torch.autograd.Function):
         plan, matmul = ctx.plan, ctx.plan.matmul
         every = ctx.saved_tensors  # Recomputed blocks give them once.
         saved, tensors = every[: ctx.count], every[ctx.count :]
-        made, (weight, *read) = tensors[: plan.gated], tensors[plan.gated :]
+        made, (weight, *read) = tensors[: plan.gated > 0], tensors[plan.gated > 0 :]
         gate, kept, rows = _split(plan, read)
-        of_gate: tuple[Tensor, ...] = ()
+        of_gate: tuple[Tensor | None, ...] = ()
         if gate:
-            places = rows.choice, rows.slot, rows.ends, rows.tiles
-            grad, of_weights, largest = WEIGHTED_SWIGLU_GRADIENTS(grad, *made, *gate, *places, True)
-            of_gate = (of_weights.to(gate[0].dtype),)
+            weights, bias = _with_bias(gate)
+            places = rows.choice, rows.slot, rows.ends, rows.tiles, rows.first
+            grad, of_weights, of_bias, largest = WEIGHTED_SWIGLU_GRADIENTS(
+                grad, *made, bias, weights, *places, plan.activation, True
+            )
+            of_gate = (of_weights.to(weights.dtype), bias_gradient(of_bias, bias))[: plan.gated]
             prepared = matmul.prepare(grad, rows, False, largest)
         else:
             prepared = matmul.prepare(grad, rows, plan.combines)
@@ -319,7 +333,12 @@ class _Grouped(torch.autograd.Function):
         return None, of_x, of_weight, *(None,) * plan.known, *of_gate, *(None,) * (len(read) - plan.gated)
 
 
+def _with_bias(gate: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of an activation and its bias, or None."""
+    return gate[0], gate[1] if len(gate) > 1 else None
+
+
 def _split(plan: _Plan, read: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Rows]:
-    """Return the weights of SwiGLU, the kept tensors and the rows."""
+    """Return weights and bias of the activation, the kept tensors and the rows."""
     gate, kept = read[: plan.gated], read[plan.gated : plan.gated + plan.kept]
     return gate, kept, Rows(*read[plan.gated + plan.kept :])

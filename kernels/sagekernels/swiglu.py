@@ -4,8 +4,11 @@ A matmul that reads both gradients as one matrix would join them first. torch.co
 computes every element of the joined matrix by itself. It reads gate and the gradient twice, five matrices in all. Here
 three matrices are read and two written. The result itself stays plain torch, so that torch.compile can fuse it with the
 operations before and after.
+
+The kernels serve experts as well, there with weights of rows, other activations and biases (grouped_swiglu.py).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,6 +29,23 @@ from .refusals import differentiated_once, refuse_transforms
 ROWS, COLUMNS, STAGES, WARPS = 8, 256, 3, 4
 
 
+class Gate(NamedTuple):
+    """An activation of gate and up: gate * sigmoid(slope * gate * (1 + cubic * gate^2)) * up."""
+
+    slope: float = 1.0
+    cubic: float = 0.0
+    limit: float = 0.0
+    """If it is not 0, gate is at most this number, and up is between both signs of it, plus 1."""
+
+
+GATES = {
+    "swiglu": Gate(),
+    "geglu": Gate(2 * math.sqrt(2 / math.pi), 0.044715),
+    "clamped_swiglu": Gate(1.702, limit=7.0),
+}
+"""The activations of experts by name: SwiGLU, GeGLU by the tanh form of GELU, and that of GPT-OSS."""
+
+
 def swiglu_twin(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return silu(gate) * up and its largest magnitudes."""
     y = (F.silu(gate) * up).contiguous()
@@ -43,9 +63,41 @@ def swiglu_gradients_twin(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tenso
 
 
 @triton.jit
-def _load_halves(GATE, UP, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride):
-    """Load weight, gate and up of some rows as float32, with zeros for rows that are not `own`. Without WEIGHTS the
-    weight is 1. Without UP, up lies behind gate."""
+def _load_bias(BIAS, expert, column, columns):
+    """Load the biases of an expert's gate and up as float32, if there are any."""
+    of_gate, of_up = 0.0, 0.0
+    if BIAS is not None:
+        at, inside = BIAS + expert * 2 * columns + column, (column < columns) & (expert >= 0)
+        of_gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        of_up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return of_gate, of_up
+
+
+@triton.jit
+def _limited(gate, up, LIMIT: tl.constexpr):
+    """Clamp gate and up of Gate.limit. NaN stays."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+    return gate, up
+
+
+@triton.jit
+def _sigmoid(gate, SLOPE: tl.constexpr, CUBIC: tl.constexpr):
+    """Return the sigmoid of Gate, and gate times the derivative of what is in the sigmoid."""
+    inner = SLOPE * gate
+    steep = inner
+    if CUBIC > 0:
+        square = CUBIC * gate * gate
+        steep = inner * (1.0 + 3.0 * square)
+        inner *= 1.0 + square
+    return 1.0 / (1.0 + tl.exp(-inner)), steep
+
+
+@triton.jit
+def _load_halves(GATE, UP, BIAS, of_gate, of_up, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride):
+    """Load weight, gate and up of some rows as float32, with zeros for rows that are not `own`, and add biases. Without
+    WEIGHTS the weight is 1. Without UP, up lies behind gate."""
     weight = 1.0
     if WEIGHTS is not None:
         choice = tl.load(CHOICE + row, mask=own, other=0)
@@ -56,27 +108,32 @@ def _load_halves(GATE, UP, WEIGHTS, CHOICE, row, own, column, columns, gate_stri
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     at = at + columns if UP is None else UP + long * up_stride + column[None, :]
     up = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS is not None:
+        gate, up = gate + of_gate, up + of_up
     return weight, gate, up, inside
 
 
 @triton.jit
 def swiglu_kernel(
-    GATE, UP, WEIGHTS, CHOICE, TILES, OUT, LARGEST, rows, columns, gate_stride, up_stride, across,
+    GATE, UP, BIAS, WEIGHTS, CHOICE, TILES, OUT, LARGEST, rows, columns, gate_stride, up_stride, across,
     MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    NARROW: tl.constexpr,
+    NARROW: tl.constexpr, SLOPE: tl.constexpr, CUBIC: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of rows by COLUMNS columns, of one matrix or of experts (casts.tile_of). MEASURED: leave largest
     magnitudes of rows, and of each expert's columns, of what is written (see casts.largest_kernel)."""
     expert, first, end = tile_of(TILES, tl.program_id(0) // across, rows, 0, TILE, False)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    of_gate, of_up = _load_bias(BIAS, expert, column, columns)
     for step in tl.range(TILE // ROWS, num_stages=STAGES):
         row = first + step * ROWS + tl.arange(0, ROWS)
         own = (row < end) & (expert >= 0)
         weight, gate, up, _ = _load_halves(
-            GATE, UP, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride
+            GATE, UP, BIAS, of_gate, of_up, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride
         )  # fmt: skip
-        y = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up * weight).to(OUT.dtype.element_ty)
+        gate, up = _limited(gate, up, LIMIT)
+        sigmoid, _ = _sigmoid(gate, SLOPE, CUBIC)
+        y = (gate * sigmoid * up * weight).to(OUT.dtype.element_ty)
         out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(out, y, mask=(row < end)[:, None] & (column < columns)[None, :])
         if MEASURED:
@@ -91,34 +148,42 @@ def swiglu_kernel(
 
 @triton.jit
 def swiglu_gradients_kernel(
-    GRAD, GATE, UP, WEIGHTS, CHOICE, TILES, OUT, PARTIAL, LARGEST,
+    GRAD, GATE, UP, BIAS, WEIGHTS, CHOICE, TILES, OUT, PARTIAL, OF_BIAS, LARGEST,
     rows, columns, grad_stride, gate_stride, up_stride, across,
     MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    NARROW: tl.constexpr,
+    NARROW: tl.constexpr, SLOPE: tl.constexpr, CUBIC: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute both gradients of a tile of rows by COLUMNS columns, and the part that these columns have of the weights'
-    gradients."""
+    """Compute both gradients of a tile of rows by COLUMNS columns, the part that these columns have of the weights'
+    gradients, and the part that the tile has of the bias' gradient."""
     expert, first, end = tile_of(TILES, tl.program_id(0) // across, rows, 0, TILE, False)
     right = tl.program_id(0) % across
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     of_gates = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
     of_ups = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    gate_bias, up_bias = _load_bias(BIAS, expert, column, columns)
+    gate_sums, up_sums = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in tl.range(TILE // ROWS, num_stages=STAGES):
         row = first + step * ROWS + tl.arange(0, ROWS)
         own = (row < end) & (expert >= 0)
-        weight, gate, up, inside = _load_halves(
-            GATE, UP, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride
+        weight, whole_gate, whole_up, inside = _load_halves(
+            GATE, UP, BIAS, gate_bias, up_bias, WEIGHTS, CHOICE, row, own, column, columns, gate_stride, up_stride
         )  # fmt: skip
+        gate, up = _limited(whole_gate, whole_up, LIMIT)
         long = row.to(tl.int64)[:, None]
         grad = tl.load(GRAD + long * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        sigmoid, steep = _sigmoid(gate, SLOPE, CUBIC)
         if WEIGHTS is not None:
             tl.store(
                 PARTIAL + row.to(tl.int64) * across + right, tl.sum(grad * (gate * sigmoid) * up, 1), mask=row < end
             )
         grad *= weight
-        of_gate = (grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(OUT.dtype.element_ty)
-        of_up = (grad * (gate * sigmoid)).to(OUT.dtype.element_ty)
+        of_gate, of_up = grad * up * sigmoid * (1.0 + steep * (1.0 - sigmoid)), grad * (gate * sigmoid)
+        if LIMIT > 0:
+            of_gate = tl.where(whole_gate > LIMIT, 0.0, of_gate)
+            of_up = tl.where(tl.abs(whole_up) > LIMIT, 0.0, of_up)
+        if BIAS is not None:
+            gate_sums, up_sums = gate_sums + of_gate, up_sums + of_up
+        of_gate, of_up = of_gate.to(OUT.dtype.element_ty), of_up.to(OUT.dtype.element_ty)
         out = OUT + long * (2 * columns) + column[None, :]
         inside = (row < end)[:, None] & (column < columns)[None, :]
         tl.store(out, of_gate, mask=inside)
@@ -128,6 +193,10 @@ def swiglu_gradients_kernel(
             of_gates, of_ups = tl.maximum(of_gates, gate_bits), tl.maximum(of_ups, up_bits)
             largest = widened(tl.max(tl.maximum(gate_bits, up_bits), 1), NARROW)
             tl.atomic_max(LARGEST + row, largest, mask=row < end, sem="relaxed")
+    if BIAS is not None:
+        of_bias = OF_BIAS + (tl.program_id(0) // across).to(tl.int64) * 2 * columns + column
+        tl.store(of_bias, tl.sum(gate_sums, 0), mask=column < columns)
+        tl.store(of_bias + columns, tl.sum(up_sums, 0), mask=column < columns)
     if MEASURED:
         of_columns = LARGEST + rows + expert * 2 * columns + column
         inside = (column < columns) & (expert >= 0)
@@ -136,12 +205,14 @@ def swiglu_gradients_kernel(
 
 
 class Experts(NamedTuple):
-    """The rows of a mixture whose SwiGLU has weights, as the kernels read them."""
+    """The rows of a mixture whose activation has weights, as the kernels read them."""
 
+    bias: Tensor | None = None
     weights: Tensor | None = None
     choice: Tensor | None = None
     tiles: Tensor | None = None
     count: int = 1
+    gate: Gate = GATES["swiglu"]
 
 
 _DENSE = Experts()
@@ -149,13 +220,13 @@ _DENSE = Experts()
 
 def launched(
     grad: Tensor | None, gate: Tensor, up: Tensor | None, experts: Experts = _DENSE, measured: bool = True
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Launch the kernel of the gradients, or without `grad` that of the result. Without `up` gate has the columns of
     both.
 
     Returns:
         The result [rows, columns], or gradients [rows, 2 columns]; their largest magnitudes, if they are to be
-        `measured`; and the parts of the weights' gradients, if there are any.
+        `measured`; and the parts of the gradients of weights and of the bias, if there are any.
     """
     grad, gate, up = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (grad, gate, up))
     rows, columns = len(gate), gate.shape[1] // (2 if up is None else 1)
@@ -166,17 +237,21 @@ def launched(
     sizes = (gate.stride(0), 0 if up is None else up.stride(0), across)
     how = {"MEASURED": measured, "TILE": TILE, "ROWS": ROWS, "COLUMNS": COLUMNS, "STAGES": STAGES}
     how |= {"NARROW": out.dtype == torch.bfloat16, "num_warps": WARPS}
-    partial = None
+    how |= {name.upper(): number for name, number in experts.gate._asdict().items()}
+    partial = of_bias = None
     with on_device_of(out):
         if grad is None:
-            swiglu_kernel[(across * down,)](gate, up, *experts[:3], out, largest, rows, columns, *sizes, **how)
+            swiglu_kernel[(across * down,)](gate, up, *experts[:4], out, largest, rows, columns, *sizes, **how)
         else:
             if experts.weights is not None:
                 partial = torch.empty(rows, across, dtype=torch.float32, device=out.device)
+            if experts.bias is not None:
+                of_bias = torch.empty(down, 2 * columns, dtype=torch.float32, device=out.device)
             swiglu_gradients_kernel[(across * down,)](
-                grad, gate, up, *experts[:3], out, partial, largest, rows, columns, grad.stride(0), *sizes, **how
-            )
-    return out, largest, partial
+                grad, gate, up, *experts[:4], out, partial, of_bias, largest, rows, columns, grad.stride(0), *sizes,
+                **how,
+            )  # fmt: skip
+    return out, largest, partial, of_bias
 
 
 def swiglu_triton(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from sagekernels.lowbit import LOW_BIT
 from sagekernels.matmul import Matmul
 from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.auto.timed_choice import RankCalls, Times, TimeTable, decide, settle
+from sagetrain.config import layer_specs
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.layer_specs import chosen_layers, linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, EIGHT_BITS, LOW_BIT_MULTIPLE, LinearSizes
@@ -77,7 +78,8 @@ def settle_linear(
             if model.experts is not None:  # Each rank has its own tokens, or as many of others.
                 number = model.experts.number // calls.expert_parallel_size
                 rank = model.experts.model_copy(update={"number": number})
-                how["biased"] = model.conventions == "gpt_oss"
+                last = layer_specs.layers(model)[-1]
+                how |= {"activation": last.expert_activation, "biased": last.biased_experts}
                 own, why = time_experts(rank, model.hidden_size, [way], tokens=tokens // ranks, **how)
                 times["experts"] = own
                 refused += why
@@ -231,6 +233,7 @@ def time_experts(
     hidden: int,
     ways: Sequence[str],
     *,
+    activation: str = "swiglu",
     biased: bool = False,
     tokens: int,
     kept: bool,
@@ -240,8 +243,8 @@ def time_experts(
     seconds: Callable[[Callable[[], None]], float],
 ) -> tuple[dict[str, float], list[str]]:
     """Return the seconds of forward and backward of a rank's experts by way, and the reasons why some were refused.
-    Tokens go to experts by chance. The router is no part of it. biased: LayerSpec.biased_experts. The other arguments
-    are those of time_layers."""
+    Tokens go to experts by chance. The router is no part of it. activation, biased: those of the LayerSpec. The other
+    arguments are those of time_layers."""
     matmuls = {"bf16": GroupedMatmul(), **GROUPED_LOW_BIT}
     draw = torch.Generator(device).manual_seed(0)
     x, grad = (torch.randn(tokens, hidden, generator=draw, device=device, dtype=dtype) for _ in range(2))
@@ -251,7 +254,8 @@ def time_experts(
 
     def make(way: str, wide: bool) -> nn.Module:
         place: dict[str, Any] = {"dtype": torch.float32 if wide else dtype, "device": device}
-        layer = Experts(experts.number, hidden, experts.ffn_size, biased=biased, matmul=matmuls[way], **place)
+        place |= {"activation": activation, "biased": biased}
+        layer = Experts(experts.number, hidden, experts.ffn_size, matmul=matmuls[way], **place)
         own = torch.Generator(device).manual_seed(1)
         with torch.no_grad():
             for p in layer.parameters():

@@ -124,7 +124,7 @@ class LayerSpec(NamedTuple):
     experts: ExpertsConfig | None = None
     """The experts, whose sum is added to the output of `mlp`. None: the layer has none."""
     biased_experts: bool = False
-    """Whether router and experts have biases, and experts the clamped SwiGLU (sagekernels/grouped_clamped.py)."""
+    """Whether router and experts have biases, and experts the clamped SwiGLU."""
     delta_net: DeltaNetConfig | None = None
     """The gated delta net in the place of `attention`, which then describes the layers that have attention. None: the
     layer has attention."""
@@ -133,6 +133,11 @@ class LayerSpec(NamedTuple):
     def normed(self) -> tuple[bool, bool]:
         """Whether the inputs of attention and MLP are normalized, and whether their outputs are."""
         return self.norms != "post", self.norms != "pre"
+
+    @property
+    def expert_activation(self) -> str:
+        """The activation of experts, by its name in sagekernels/swiglu.py."""
+        return "clamped_swiglu" if self.biased_experts else self.mlp.activation
 
     def linear_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
         """Return the sizes of the block's linear layers on one rank, keyed by name: qkv, out, gate_up, down. The

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sagekernels.grouped_clamped import ALPHA, LIMIT
+from sagekernels.swiglu import GATES
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, ExpertsConfig, ModelConfig
 from sagetrain.config.sections.model import QKNorm
@@ -65,6 +65,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embedding
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 """The names in config.json of the values of our key model.activation."""
+_OF_GPT_OSS = GATES["clamped_swiglu"]
 _STRUCTURE = {"qkv_bias": False, "sinks": False, "norms": "pre", "activation": "swiglu", "conventions": "llama"}
 """The keys of our section `model` that families differ in, with the values of a Llama."""
 
@@ -337,7 +338,7 @@ FAMILIES = {
             {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}
             | {"sliding_window": 128, "router_aux_loss_coef": 0.001},
             model={"qkv_bias": True, "sinks": True, "conventions": "gpt_oss"},
-            writes={"attention_bias": True, "swiglu_limit": LIMIT},
+            writes={"attention_bias": True, "swiglu_limit": _OF_GPT_OSS.limit},
             pattern="WF",
             theta=150000.0,
             one_rope=True,
@@ -350,7 +351,7 @@ FAMILIES = {
                 "mlp.experts.down": "mlp.experts.down_proj",
                 "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
             },
-            demands={"attention_bias": True, "swiglu_limit": LIMIT, "swiglu_alpha": ALPHA},
+            demands={"attention_bias": True, "swiglu_limit": _OF_GPT_OSS.limit, "swiglu_alpha": _OF_GPT_OSS.slope},
             mixture=MixtureKeys("num_local_experts", "intermediate_size", chooses=False, fused=True),
         ),
     )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from sagekernels.grouped import Rows, plan_rows
-from sagekernels.grouped_clamped import clamped_swiglu, combined_bias
 from sagekernels.grouped_matmul import GroupedMatmul, grouped_gated, grouped_matmul
+from sagekernels.grouped_swiglu import combined_bias
 from sagekernels.router import router_logits
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.schema import ExpertsConfig
@@ -138,13 +138,14 @@ class Experts(LinearLayer[GroupedMatmul]):
         hidden: int,
         inner: int,
         *,
+        activation: str = "swiglu",
         biased: bool = False,
         matmul: GroupedMatmul | None,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__(GroupedMatmul(), matmul)
-        self.number = number
+        self.number, self.activation = number, activation
 
         def made(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -169,13 +170,10 @@ class Experts(LinearLayer[GroupedMatmul]):
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Return the sum of each token's experts times their weights [T, per token]: [T, hidden] -> [T, hidden]."""
         half = len(self.kept) // 2
-        if self.gate_up_bias is None or self.down_bias is None:
-            inner = grouped_gated(x, self.gate_up, weights, rows, self.matmul, self.kept[:half], gathers=True)
-            return grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True)
-        gate_up = grouped_matmul(x, self.gate_up, rows, self.matmul, self.kept[:half], gathers=True)
-        inner = clamped_swiglu(gate_up, self.gate_up_bias, weights, rows)
+        how: dict[str, Any] = {"gathers": True, "activation": self.activation, "bias": self.gate_up_bias}
+        inner = grouped_gated(x, self.gate_up, weights, rows, self.matmul, self.kept[:half], **how)
         y = grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True)
-        return y + combined_bias(self.down_bias, weights, rows)
+        return y if self.down_bias is None else y + combined_bias(self.down_bias, weights, rows)
 
 
 class MoE(nn.Module):
@@ -204,7 +202,8 @@ class MoE(nn.Module):
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router = Router(layer.hidden, layer.experts, layer.biased_experts, **place)
         self._own = _divide(layer.experts.number, groups)
-        how: dict[str, Any] = {"biased": layer.biased_experts, "matmul": matmuls.get("experts"), **place}
+        how: dict[str, Any] = {"activation": layer.expert_activation, "biased": layer.biased_experts, **place}
+        how["matmul"] = matmuls.get("experts")
         self.experts = Experts(self._own, layer.hidden, layer.experts.ffn_size, **how)
         self.calls_experts: bool = False
         """Whether the hooks of experts run, which gather their weights and break a block's graph."""

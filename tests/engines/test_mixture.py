@@ -48,6 +48,8 @@ THREE = {"num_layers": 3}
 BIASED = {**THREE, "conventions": "gpt_oss", "qkv_bias": True}
 """Routers, experts and attention with biases."""
 
+GEMMA = {**THREE, "conventions": "gemma", "activation": "geglu"}
+
 # Tensor-, context-, pipeline- and expert-parallel sizes of four ranks, and the rest of the configuration.
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "ZeRO 1": ((1, 1, 1, 1), {"stage": 1}),
@@ -78,7 +80,11 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "experts 2, compiled, ZeRO 0": (
         (1, 1, 1, 2), {"stage": 0, "parallel": {"expert_parallel_size": 2}, "model": THREE}
     ),
-    "experts 2 x TP 2, halves, ZeRO 2": ((2, 1, 1, 2), {"stage": 2, "parallel": {**SPREAD, "expert_parallel_size": 2}}),
+    "experts 2 x TP 2, halves, ZeRO 2": (
+        (2, 1, 1, 2), {
+            "stage": 2, "parallel": {**SPREAD, "expert_parallel_size": 2}, "model": {"activation": "geglu"},
+        },
+    ),
     "experts 4, compiled, ZeRO 3": (
         (1, 1, 1, 4), {"stage": 3, "parallel": {"expert_parallel_size": 4}, "model": BIASED}
     ),
@@ -102,7 +108,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
             "stage": 2, "parallel": {**PIPELINE, "pipeline_chunks": 2}, "model": {"num_layers": 4, "norms": "post"},
         },
     ),
-    "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}, "model": THREE}),
+    "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}, "model": GEMMA}),
 }  # fmt: skip
 
 IN_8_BITS = [

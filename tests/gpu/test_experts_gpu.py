@@ -16,7 +16,9 @@ from sagekernels import grouped_casts
 from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
+from sagekernels.grouped_casts import grouped_largest_twin
 from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedMatmul, grouped_gated, grouped_matmul
+from sagekernels.grouped_swiglu import WEIGHTED_SWIGLU, WEIGHTED_SWIGLU_GRADIENTS
 from sagekernels.testing import rel_l2
 from sagetrain.auto.linear_choice import time_experts
 from sagetrain.config.schema import ExpertsConfig
@@ -117,8 +119,38 @@ def test_auto_times_experts_that_are_right():
     ways = ["int8"]  # Each compiles for ten seconds.
     seconds = partial(median_seconds, device="cuda")
     for biased in (False, True):
+        how["activation"] = "clamped_swiglu" if biased else "geglu"
         times, refused = time_experts(experts, HIDDEN, ways, biased=biased, **how, seconds=seconds)
         assert not refused and times.keys() == {"bf16", *ways} and all(0 < value < 1 for value in times.values())
+
+
+@pytest.mark.parametrize(("activation", "biased"), [("geglu", False), ("clamped_swiglu", True), ("swiglu", True)])
+def test_activations_and_biases_are_those_of_the_twin(activation, biased):
+    """Largest magnitudes are exactly those of what is written, and another call gives the same bits. Float64 is the
+    judge."""
+    rows = plan_rows(CHOICES.cuda(), len(LOADS), 1500)
+    draw = torch.Generator("cuda").manual_seed(0)
+    sizes = (1500, 2 * INNER), (1500, INNER), (len(LOADS), 2 * INNER)
+    gate_up, grad, bias = (4 * torch.randn(size, device="cuda", generator=draw).bfloat16() for size in sizes)
+    given, grad = [gate_up, bias if biased else None], grad / 4
+    weights = torch.rand(rows.slot.shape, device="cuda", generator=draw)
+    gate_up[rows.choice < 0] = torch.nan
+
+    def both(wide: bool) -> list[Tensor]:
+        tensors = [x if x is None or not wide else x.double() for x in (*given, weights, grad)]
+        *inputs, of_result = tensors
+        place, more = (rows.choice, rows.ends, rows.tiles), (activation, not wide)
+        poison()
+        y, largest = WEIGHTED_SWIGLU(*inputs, *place, *more)
+        places = rows.choice, rows.slot, rows.ends, rows.tiles, rows.first
+        return [y, largest, *WEIGHTED_SWIGLU_GRADIENTS(of_result, *inputs, *places, *more)]
+
+    found, truth = both(False), both(True)
+    for place, limit in ((0, 3e-3), (2, 3e-3), (3, 1e-5), *[(4, 1e-5)] * biased):
+        assert found[place].isfinite().all() and rel_l2(found[place], truth[place]) < limit, place
+    for written, measured in ((found[0], found[1]), (found[2], found[5])):
+        assert torch.equal(measured, grouped_largest_twin(written, rows.ends))
+    assert all(map(torch.equal, found, both(False)))
 
 
 def test_routers_multiply_with_the_error_of_fp32():

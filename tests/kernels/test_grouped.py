@@ -291,14 +291,19 @@ def test_the_operators_keep_their_promises():
     places = rows.choice, rows.slot, rows.ends, rows.tiles
     weight = grouped_casts.weight_casts(TENSORS[2], int8)
     tokens, of_router = x.bfloat16(), normal(2, 6, HIDDEN)
+    of_gate, bias = (gate_up[:, :INNER], gate_up), normal(4, len(LOADS), 2 * INNER)
     calls = [
         (ROUTER_LOGITS, (tokens, of_router)),
         (ROUTER_GRADIENTS, (normal(3, len(x), 6), tokens, of_router)),
         (PLAN_ROWS, (CHOICES, 8, 400)),
         (GATHER_ROWS, (x, rows.choice, top)),
         (COMBINE_ROWS, (gate_up, rows.slot)),
-        (grouped_swiglu.WEIGHTED_SWIGLU, (gate_up, TENSORS[1], rows.choice, rows.ends, rows.tiles, True)),
-        (grouped_swiglu.WEIGHTED_SWIGLU_GRADIENTS, (gate_up[:, :INNER], gate_up, TENSORS[1], *places, False)),
+        (
+            grouped_swiglu.WEIGHTED_SWIGLU,
+            (gate_up, None, TENSORS[1], rows.choice, rows.ends, rows.tiles, "geglu", True),
+        ),
+        (grouped_swiglu.WEIGHTED_SWIGLU_GRADIENTS, (*of_gate, None, TENSORS[1], *places, rows.first, "swiglu", False)),
+        (grouped_swiglu.WEIGHTED_SWIGLU_GRADIENTS, (*of_gate, bias, TENSORS[1], *places, rows.first, "swiglu", True)),
         (grouped_casts.GROUPED_ROW_CASTS, (x, rows.choice, top, int8, True)),
         (grouped_casts.GROUPED_CASTS, (x, rows.choice, rows.ends, rows.tiles, rows.first, top, int8, True)),
         (grouped_casts.WEIGHT_CASTS, (TENSORS[2][:, :-1], int8)),

@@ -1,6 +1,7 @@
 """The Triton kernels of mixtures of experts compile without a GPU, with the instructions of the hardware."""
 
 import importlib
+import itertools
 import re
 
 import pytest
@@ -118,11 +119,16 @@ def test_weighted_swiglu_compiles(architecture, tmp_path):
     """Every load and store of a matrix has 16 bytes a thread. There are no atomics of floats."""
     constants = {name: getattr(swiglu, name) for name in ("ROWS", "COLUMNS", "STAGES", "TILE")}
     constants |= {"UP": None, "MEASURED": True, "NARROW": True}
-    types = dict.fromkeys(("WEIGHTS", "PARTIAL", "OF_WEIGHTS"), "*fp32")
-    for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_gradients_kernel):
-        made = compiled(kernel, architecture, constants, types, num_warps=swiglu.WARPS)
+    types = dict.fromkeys(("WEIGHTS", "PARTIAL", "OF_WEIGHTS", "OF_BIAS"), "*fp32")
+    both = swiglu.swiglu_kernel, swiglu.swiglu_gradients_kernel
+    for kernel, gate in itertools.product(both, swiglu.GATES.values()):
+        none = {} if gate.limit else {"BIAS": None, "OF_BIAS": None}
+        more = constants | {name: None for name in none if name in kernel.arg_names}
+        more |= {name.upper(): number for name, number in gate._asdict().items()}
+        made = compiled(kernel, architecture, more, types, num_warps=swiglu.WARPS)
         ptx = made.asm["ptx"]
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) or "cp.async.cg" in ptx
         assert "st.global.v4.b32" in ptx and not re.search(r"(red|atom)\S*\.f32", ptx)
         assert sass.resources(made.asm["cubin"], tmp_path)[1] == 0
     compiled(grouped_swiglu._sum_parts_kernel, architecture, {"CHOICES": 256}, types, num_warps=4)
+    compiled(grouped_swiglu._sum_tiles_kernel, architecture, {"COLUMNS": 256}, types, num_warps=4)

@@ -12,7 +12,7 @@ from torch import Tensor
 from interpreted import INSIDE, find, poisoned_memory  # noqa: F401
 
 if INSIDE:
-    from kernel_inputs import random_choices, random_swiglu, swiglu_gradients_error
+    from kernel_inputs import ACTIVATED, random_choices, random_swiglu, swiglu_gradients_error
     from sagekernels import casts, grouped, grouped_casts, grouped_products, grouped_swiglu
     from sagekernels.casts import E4M3, INT8
 
@@ -266,22 +266,23 @@ if INSIDE:
 
     def check_swiglu(columns: int, magnitude: float, dtype: torch.dtype) -> None:
         """Check SwiGLU and its gradients against float64, and largest magnitudes exactly. Empty rows are NaN."""
-        choice, slot, ends, _, tiles, *_ = FEW_ROWS
+        choice, slot, ends, _, tiles, first, _ = FEW_ROWS
         grad, gate, up = random_swiglu(200, columns, magnitude, dtype)
         gate_up = torch.cat((gate, up, gate[:, :3]), 1)[:, : 2 * columns]
         own = slice(0, ends[-1])
         grad[ends[-1] :] = gate_up[ends[-1] :] = torch.nan
         weights = normal(5, *slot.shape).sigmoid()
         weights[slot < 0] = torch.nan
-        y, largest = grouped_swiglu.weighted_swiglu_triton(gate_up, weights, choice, ends, tiles, True)
+        y, largest = grouped_swiglu.weighted_swiglu_triton(gate_up, None, weights, choice, ends, tiles, "swiglu", True)
         assert torch.equal(largest, grouped_casts.grouped_largest_twin(y, ends))
         weight = weights.flatten()[choice[own].long(), None].double()
         exact = torch.nn.functional.silu(gate[own].double()) * up[own].double() * weight
         eps = 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-6  # The interpreter truncates.
         assert ((y[own].double() - exact).abs() <= eps * exact.abs() + 1e-38).all() and not y[ends[-1] :].any()
-        assert grouped_swiglu.weighted_swiglu_triton(gate_up, weights, choice, ends, tiles, False)[1].numel() == 0
-        whole, of_weights, largest = grouped_swiglu.weighted_swiglu_gradients_triton(
-            grad, gate_up, weights, choice, slot, ends, tiles, True
+        how = gate_up, None, weights, choice, ends, tiles, "swiglu", False
+        assert grouped_swiglu.weighted_swiglu_triton(*how)[1].numel() == 0
+        whole, of_weights, _, largest = grouped_swiglu.weighted_swiglu_gradients_triton(
+            grad, gate_up, None, weights, choice, slot, ends, tiles, first, "swiglu", True
         )
         assert torch.equal(largest, grouped_casts.grouped_largest_twin(whole, ends))
         assert not whole[ends[-1] :].any()
@@ -317,6 +318,65 @@ if INSIDE:
         monkeypatch.setattr(swiglu, "ROWS", 64)
         find(monkeypatch, lambda: check_swiglu(20, 1.0, torch.float32), swiglu, mistakes[:-1])
         find(monkeypatch, lambda: check_swiglu(20, 1.0, torch.float32), grouped_swiglu, mistakes[-1:])
+
+    def check_activation(activation: str, biased: bool, dtype: torch.dtype) -> None:
+        """Check an activation of experts with 0, 1, 17, 128 and 129 rows and its gradients against float64 and the
+        twin, and largest magnitudes exactly. Empty rows are NaN."""
+        choice, slot, ends, _, tiles, first, _ = ROWS
+        gate_up, grad, weights = 5 * normal(1, 400, 40), normal(2, 400, 20), normal(3, *slot.shape).sigmoid()
+        gate_up, grad, bias = gate_up.to(dtype), grad.to(dtype), 2 * normal(4, len(ends), 40).to(dtype)
+        gate_up[3, :5], bias[0] = torch.tensor([80.0, -80.0, 200.0, -200.0, 0.0]), 100.0  # It has no row.
+        own, expert = slice(0, ends[-1]), torch.searchsorted(ends, torch.arange(400), right=True)
+        grad[ends[-1] :] = gate_up[ends[-1] :] = torch.nan
+        weights[slot < 0] = torch.nan
+        leaves = [x.double().requires_grad_() for x in (gate_up, bias, weights)]
+        x = leaves[0][own] + leaves[1][expert[own]] * biased
+        exact = ACTIVATED[activation](*x.chunk(2, 1)) * leaves[2].flatten()[choice[own].long(), None]
+        truth = torch.autograd.grad(exact, leaves, grad[own].double(), materialize_grads=True)
+        given = gate_up, bias if biased else None, weights, choice
+        for way in ("triton", "twin"):
+            y, largest = getattr(grouped_swiglu, f"weighted_swiglu_{way}")(*given, ends, tiles, activation, True)
+            found = getattr(grouped_swiglu, f"weighted_swiglu_gradients_{way}")(
+                grad, *given, slot, ends, tiles, first, activation, True
+            )
+            eps = 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 4e-6  # The interpreter truncates.
+            for ours, right in ((y[own], exact), (found[0], truth[0])):
+                torch.testing.assert_close(ours.double(), right.double(), rtol=eps, atol=eps)
+            torch.testing.assert_close(found[1].double(), truth[2], rtol=1e-5, atol=1e-4)
+            assert not y[ends[-1] :].any() and found[1].dtype == torch.float32
+            if biased:
+                torch.testing.assert_close(found[2].double(), truth[1], rtol=1e-5, atol=1e-4)
+            for written, measured in ((y, largest), (found[0], found[3])):
+                assert torch.equal(measured, grouped_casts.grouped_largest_twin(written, ends))
+
+    @pytest.mark.parametrize(("activation", "biased", "dtype"), [
+        ("geglu", False, torch.float32), ("swiglu", True, torch.float32),
+        ("clamped_swiglu", True, torch.float32), ("clamped_swiglu", True, torch.bfloat16),
+    ])  # fmt: skip
+    def test_other_activations_and_biases(activation, biased, dtype, monkeypatch):
+        monkeypatch.setattr(swiglu, "COLUMNS", 16)
+        monkeypatch.setattr(swiglu, "ROWS", 64)
+        monkeypatch.setattr(grouped_swiglu, "SUM_COLUMNS", 16)
+        check_activation(activation, biased, dtype)
+
+    def test_mistakes_in_activations_and_biases_are_found(monkeypatch):
+        mistakes = [
+            ("_load_bias", "BIAS + expert * 2", "BIAS + 4 * 2"),
+            ("_load_bias", "at + columns", "at"),
+            ("_limited", "up < -LIMIT", "up < 2 * -LIMIT"),
+            ("swiglu_gradients_kernel", "whole_gate > LIMIT", "whole_gate > 2 * LIMIT"),
+            ("swiglu_gradients_kernel", "tl.abs(whole_up) > LIMIT", "whole_up > LIMIT"),
+            ("swiglu_gradients_kernel", "gate_sums + of_gate", "of_gate"),
+            ("_sum_tiles_kernel", "total +=", "total ="),
+        ]
+        monkeypatch.setattr(swiglu, "COLUMNS", 32)
+        monkeypatch.setattr(swiglu, "ROWS", 64)
+        find(monkeypatch, lambda: check_activation("clamped_swiglu", True, torch.float32), swiglu, mistakes[:-1])
+        find(
+            monkeypatch, lambda: check_activation("clamped_swiglu", True, torch.float32), grouped_swiglu, mistakes[-1:]
+        )
+        of_gelu = [("_sigmoid", "3.0 * square", "square"), ("_sigmoid", "inner *= 1.0 + square", "inner *= 1.0")]
+        find(monkeypatch, lambda: check_activation("geglu", False, torch.float32), swiglu, of_gelu)
 
     def test_known_largest_magnitudes_change_no_bit_of_a_cast():
         choice, _, ends, _, tiles, first, _ = FEW_ROWS

@@ -76,8 +76,10 @@ def test_codes_are_transposed_as_words(x):
 def test_swiglu_compiles(architecture):
     """Every load and store has 16 bytes a thread."""
     constants = {name: getattr(swiglu, name) for name in ("ROWS", "COLUMNS", "STAGES", "TILE")}
-    constants |= {"NARROW": True, "MEASURED": True, **dict.fromkeys(("WEIGHTS", "CHOICE", "TILES"))}
-    for kernel, more in ((swiglu.swiglu_kernel, {}), (swiglu.swiglu_gradients_kernel, {"PARTIAL": None})):
+    constants |= {"NARROW": True, "MEASURED": True, **dict.fromkeys(("BIAS", "WEIGHTS", "CHOICE", "TILES"))}
+    constants |= {name.upper(): number for name, number in swiglu.GATES["swiglu"]._asdict().items()}
+    parts = dict.fromkeys(("PARTIAL", "OF_BIAS"))
+    for kernel, more in ((swiglu.swiglu_kernel, {}), (swiglu.swiglu_gradients_kernel, parts)):
         ptx = ptx_of(kernel, architecture, swiglu.WARPS, {**constants, **more})
         assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
         moved = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]

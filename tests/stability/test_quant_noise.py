@@ -326,9 +326,11 @@ CASES: dict[str, Callable[[TensorSpec], bool]] = {
     "masked": every,
     "experts": lambda spec: spec.of_own_tokens,  # Their errors are small beside others.
     "spread": lambda spec: spec.cut != "experts",
-    "spread, masked": lambda spec: spec.cut != "experts",
+    "spread, masked": lambda spec: spec.of_own_tokens and spec.cut != "experts",
 }
 """The tensors that are probed in one process: of a dense model and of a mixture, without and with a loss mask."""
+SPREAD = {"spread": every, "spread, masked": CASES["experts"]}
+"""The tensors that a probe is given where ranks have experts between them, and so leaves out some."""
 
 
 def measured(layouts: list[tuple[int, int, int, int]]) -> list[tuple[tuple, str, dict[str, float]]]:
@@ -343,7 +345,7 @@ def measured(layouts: list[tuple[int, int, int, int]]) -> list[tuple[tuple, str,
         experts = {} if dense else {"tp_size": tp_size, "ep_size": ep_size, "experts": EXPERTS}
         engine = tiny.engine(config(stage, **experts), groups)
         own, counted = batches(groups, sequences=2), None
-        probe = probe_of(engine, every if ep_size > 1 else CASES[case])
+        probe = probe_of(engine, SPREAD[case] if ep_size > 1 else CASES[case])
         if "masked" in case:
             counted = tiny.SEQ + 5
             for number, batch in enumerate(own):

@@ -1,8 +1,9 @@
 """Inputs of the kernels around attention, and the errors of SwiGLU's gradients. Float64 is the judge."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sagekernels import backends
@@ -67,6 +68,19 @@ def swiglu_gradients_error(found: Tensor, grad: Tensor, gate: Tensor, up: Tensor
     of_gate = ((grad64 * up64).abs() * steps + 2**-149) * (1 + x.abs())
     float32 = torch.cat((of_gate, (grad64 * x).abs() * steps + 2**-149), 1)
     return rounding_errors(found, exact, float32)
+
+
+def _of_gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7)
+    return (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+ACTIVATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_swiglu": _of_gpt_oss,
+}
+"""The activations of experts as torch has them, by name."""
 
 
 def random_choices(loads: Sequence[int], top: int, device: torch.device | str = "cpu") -> Tensor:

@@ -18,13 +18,15 @@ _MOST = 1023
 """torch's grouped products take fewer than 1,024 groups."""
 
 PROVEN: dict[str, tuple[object, ...]] = {
-    "model.activation": ("swiglu",),
-    "model.conventions": ("llama", "gpt_oss"),
+    "model.activation": ("swiglu", "geglu"),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
 }
 """The values that were proven with experts, of each key that asks for it. Other values are errors. A proof opens a
 value here, or removes the line if all values have one."""
+
+WITH_BIASES: dict[str, tuple[object, ...]] = {"model.activation": ("swiglu",)}
+"""The values that were proven with experts of model.conventions gpt_oss, which have an activation of their own."""
 
 UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
     "parallel.sequence_parallel": (True,),
@@ -45,6 +47,7 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     yield from _texts(cfg, layout)
     yield from _router(experts)
     proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
+    proven |= WITH_BIASES if cfg.model.conventions == "gpt_oss" else {}
     if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
     without = "a dense model (model.experts: null)"
