@@ -80,7 +80,7 @@ def worker(kind: str, asked: argparse.Namespace, until: float) -> None:
         if time.time() > until:
             break
         arm = changed(arm, name) if kind in ("tied", "untied") else arm
-        found = runs.timed(arm, asked.seed, 10.0, train, valid, asked.steps)
+        found = runs.timed(arm, asked.seed, 10.0, train, valid, asked.steps, asked.out / f"{kind}.jsonl")
         with (asked.out / "parts.jsonl").open("a") as file:
             file.write(json.dumps({"arm": name, "seed": asked.seed, **found}) + "\n")
         print(f"{time.time() - until:.0f} s to the end: {name} {found}", flush=True)

@@ -6,7 +6,9 @@ bits per byte of held-out text on the way.
 TEXT is a folder with tokens of 16 bits, train.xz and valid.xz, of 8,192 words. Each arm has a process of its own, which
 compiles once and gives its model the initial weights of a run before each run. Runs take turns, so that one alone uses
 the GPU. Learning rates follow the time that has passed. The clock begins behind steps that compile, and stands still
-while the held-out loss is measured. All arms see the same sequences in the same order, 65,536 tokens a step.
+while the held-out loss is measured. All arms see the same sequences in the same order, 65,536 tokens a step. With LARGE
+in the environment models have 325M weights. With TEN too they have untied embeddings and read sequences of 2,048 tokens
+of 32,000 words, arm `int8` is 325M's row of docs/recipes.md, and titan.py trains beside.
 
 `sagetrain` is 43M's row of docs/recipes.md, with attention and linear layers as `auto` settles them here. Plain PyTorch
 is benchmarks/peer.py, the same model, under torch.compile, autocast to bf16, and fused AdamW on fp32 weights. `speed
@@ -20,6 +22,7 @@ import functools
 import json
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -36,23 +39,34 @@ from peer import Peer
 from sagetrain.auto.settled import settle
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.schema import ModelConfig, RunConfig
+from sagetrain.config.schema import RunConfig
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
-BYTES_PER_TOKEN = 3.812
+TEN = bool(os.environ.get("TEN"))
+BYTES_PER_TOKEN = 1860099 / 430537 if TEN else 3.812
 """Bytes of the held-out text beside its tokens."""
-VALID, POINTS, WARM = 192, 8, 12
+VALID, POINTS, WARM = 192, 9 if TEN else 8, 4 if TEN else 12
+MICRO = min(16, SEQUENCES) if TEN else SEQUENCES
+"""Sequences of a micro-batch."""
 WITHIN = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 TUNED, MUON = Knobs(2e-3, 0.75, 1.6e-2, 0.1), Knobs(4e-3, 0.5, 1.6e-2, 0.1)
 LINE, QUICK = MUON._replace(warmup=0.2), {"optimizer.betas": [0.8, 0.95], "optimizer.muon.momentum": 0.9}
 UNTIED = {"model.tie_embeddings": False, "optimizer.lr_of.head": 4e-3}
+INT8 = {
+    "attention.backend": "sage", "attention.recipe": "scores", "linear.precision": "int8",
+    "data.document_attention": False, "data.document_positions": False, "data.micro_batch_size": MICRO,
+}  # fmt: skip
 # The settings, and the learning rate at the end as a share of the peak. `usual` is what pages about models of this size
 # give. The others are the best of results/muon-loss.
 PLAIN = {
     "pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1),
     "pytorch tuned": (TUNED, 0.0),
     **{f"pytorch {lr:g}": (TUNED._replace(lr=lr, warmup=0.5), 0.0) for lr in (5e-4, 1e-3, 2e-3)},
-}
+    **{
+        f"pytorch {lr:g} {embedding:g}": (Knobs(lr, 0.2, embedding, 0.1), 0.0)
+        for lr in (5e-4, 1e-3, 2e-3, 4e-3) for embedding in (1e-3, 4e-3, 1.6e-2)
+    },
+}  # fmt: skip
 OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "sagetrain": ("muon", MUON, {}, None),
     "sagetrain adamw": ("adamw", TUNED, {}, None),
@@ -61,6 +75,7 @@ OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "line, quick": ("muon", LINE, QUICK, 0.65),
     "untied": ("muon", LINE._replace(embedding=6.4e-2), UNTIED, 0.65),
     "untied, quick": ("muon", LINE._replace(embedding=6.4e-2), UNTIED | QUICK, 0.65),
+    "int8": ("muon", LINE._replace(embedding=6.4e-2, warmup=0.1), UNTIED | QUICK | INT8, 0.65),
     "untied, quick, 2e-3": ("muon", LINE._replace(lr=2e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
     "untied, quick, 8e-3": ("muon", LINE._replace(lr=8e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
 }
@@ -101,7 +116,7 @@ def recipe(name: str) -> tuple[RunConfig, Knobs, float | None]:
 class Ours:
     def __init__(self, name: str, out: Path, device: torch.device, fixed: bool = False) -> None:
         cfg, self.knobs, self.line = recipe(name)
-        if device.type == "cuda" and not fixed:
+        if device.type == "cuda" and not fixed and cfg.linear.precision != "int8":
             open_to = {"attention": {"backend": "auto"}, "linear": {"precision": "auto"}}
             cfg = cfg.changed({**open_to, "data": {"document_attention": False, "document_positions": False}})
             settled = settle(
@@ -116,7 +131,8 @@ class Ours:
         begin(self.engine, self.cfg, seed)
 
     def step(self, text: torch.Tensor, places: torch.Tensor, passed: float) -> None:
-        self.engine.step([batch(text, places)], 1, share(passed, self.knobs.warmup, 0.0, self.line) * self.knobs.lr)
+        parts = [batch(text, part) for part in places.split(MICRO)]
+        self.engine.step(parts, len(parts), share(passed, self.knobs.warmup, 0.0, self.line) * self.knobs.lr)
 
     def held(self, text: torch.Tensor, places: torch.Tensor) -> float:
         return self.engine.evaluate([batch(text, places)])["valid/loss"]
@@ -127,6 +143,9 @@ class Written:
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
+        if TEN:  # Attention is cuDNN's, as in torchtitan.
+            torch.backends.cuda.enable_flash_sdp(False)
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
         self.model, self.device = model.to(device), device
         self.compiled = torch.compile(model, dynamic=False) if device.type == "cuda" else model
 
@@ -136,6 +155,10 @@ class Written:
         with torch.autocast(self.device.type, torch.bfloat16):
             return self.compiled(tokens, labels)
 
+    def backward(self, text: torch.Tensor, places: torch.Tensor) -> None:
+        for part in places.split(MICRO):
+            (self.loss(text, part) * (MICRO / SEQUENCES)).backward()
+
     def held(self, text: torch.Tensor, places: torch.Tensor) -> float:
         return float(self.loss(text, places).detach())  # Without gradients it would be compiled once more.
 
@@ -143,8 +166,8 @@ class Written:
 class Plain(Written):
     def __init__(self, name: str, device: torch.device) -> None:
         self.knobs, self.end = PLAIN[name]
-        self.cfg = config("adamw", "bf16", 400, self.knobs)
-        peer = Peer(ModelConfig(**MODEL, vocab_size=VOCAB, tie_embeddings=True), "sdpa", LENGTH, VOCAB)
+        self.cfg = config("adamw", "bf16", 400, self.knobs).changed({"model": {"tie_embeddings": not TEN}})
+        peer = Peer(self.cfg.model, "sdpa", LENGTH, VOCAB)
         super().__init__(peer, device)
         knobs, embedding = self.knobs, peer.embedding.weight
         of = {n: [w for w in peer.parameters() if w.ndim == n and w is not embedding] for n in (1, 2)}
@@ -164,7 +187,7 @@ class Plain(Written):
         self.optimizer.state.clear()
 
     def step(self, text: torch.Tensor, places: torch.Tensor, passed: float) -> None:
-        self.loss(text, places).backward()
+        self.backward(text, places)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share(passed, self.knobs.warmup, self.end)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -174,7 +197,8 @@ class Plain(Written):
 
 class Raced(Written):
     def __init__(self, device: torch.device) -> None:
-        super().__init__(Speedrun(MODEL["num_layers"], MODEL["hidden_size"], VOCAB, LENGTH), device)
+        layers = MODEL["num_layers"] + 2 * TEN  # 22 of its layers have as many weights as 20 of the others.
+        super().__init__(Speedrun(layers, MODEL["hidden_size"], VOCAB, LENGTH), device)
         self.optimizers, self.settings = Optimizers(self.model, TOKENS, device), "bf16, speedrun.py"
 
     def begin(self, seed: int) -> None:
@@ -182,7 +206,7 @@ class Raced(Written):
         self.optimizers.begin()
 
     def step(self, text: torch.Tensor, places: torch.Tensor, passed: float) -> None:
-        self.loss(text, places).backward()
+        self.backward(text, places)
         self.optimizers.step(passed)
 
 
@@ -194,11 +218,11 @@ def places_of(count: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 def timed(
-    arm: Arm, seed: int, seconds: float, train: torch.Tensor, valid: torch.Tensor, whole: int | None
+    arm: Arm, seed: int, seconds: float, train: torch.Tensor, valid: torch.Tensor, whole: int | None, curve: Path
 ) -> dict[str, Any]:
-    """Train for so many seconds. Return the steps, and the bits per byte after each part of the time. With `whole`, a
-    run takes so many steps in place of its seconds, whatever its time."""
-    rows, places = (torch.arange(VALID) * LENGTH).split(SEQUENCES), places_of(len(train) // LENGTH - 1, seed)
+    """Train for so many seconds. Return the steps, and the bits per byte after each part of the time, which go into
+    `curve` too. With `whole`, a run takes so many steps in place of its seconds, whatever its time."""
+    rows, places = (torch.arange(VALID) * LENGTH).split(MICRO), places_of(len(train) // LENGTH - 1, seed)
     sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     found, steps, passed = list[list[float]](), 0, 0.0
     arm.begin(seed)
@@ -216,6 +240,8 @@ def timed(
         stopped = time.monotonic()
         bits = sum(arm.held(valid, part) for part in rows) / len(rows) / math.log(2) / BYTES_PER_TOKEN
         found.append([round(passed, 2), round(bits, 5)])
+        with curve.open("a") as file:
+            file.write(json.dumps({"steps": steps, "tokens": steps * TOKENS, "bits": found[-1]}) + "\n")
         began += time.monotonic() - stopped
     return {"steps": steps, "tokens": steps * TOKENS, "bits": found}
 
@@ -234,12 +260,12 @@ def worker(name: str, asked: argparse.Namespace, pipe: Connection) -> None:
     arm.begin(0)
     for part in (torch.arange(WARM * SEQUENCES) * LENGTH).split(SEQUENCES):  # These compile.
         arm.step(train, part, 0.0)
-    arm.held(valid, torch.arange(SEQUENCES) * LENGTH)
+    arm.held(valid, torch.arange(MICRO) * LENGTH)
     pipe.send(f"{name}: ready after {time.monotonic() - born:.0f} s, {arm.settings}")
     while (run := pipe.recv()) is not None:
-        pipe.send(
-            {"arm": name, "seed": run[0], "seconds": round(run[1], 2), **timed(arm, *run, train, valid, asked.steps)}
-        )
+        curve = asked.out / f"{name.replace(' ', '-')}-{run[0]}.jsonl"
+        found = timed(arm, *run, train, valid, asked.steps, curve)
+        pipe.send({"arm": name, "seed": run[0], "seconds": round(run[1], 2), **found})
 
 
 def table(rows: list[dict]) -> None:
@@ -284,7 +310,7 @@ def main() -> None:
     print(f"{time.monotonic() - born:.0f} s until all were ready", flush=True)
     seconds, runs = asked.seconds, asked.seeds * max(len(pipes), 1)
     if asked.total:
-        seconds = min(seconds, (asked.total - (time.monotonic() - born)) / runs - 1.5)
+        seconds = min(seconds, (asked.total - (time.monotonic() - born)) / runs - (10 if TEN else 1.5))
     for seed in range(asked.seeds):
         for name in [name for name in asked.arms if name in pipes]:
             pipes[name].send((seed, seconds))

@@ -43,6 +43,8 @@ LARGE = {"num_layers": 20, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_at
 if os.environ.get("LARGE"):
     SEQUENCES = 32
     MODEL |= LARGE
+if os.environ.get("TEN"):  # Ten minutes of LARGE.
+    VOCAB, LENGTH, SEQUENCES = 32000, 2048, 32
 if os.environ.get("SMALL"):
     LENGTH, SEQUENCES, SHORT, LONG, VALID = 64, 2, 4, 8, 4
     MODEL |= {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
