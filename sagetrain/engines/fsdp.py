@@ -50,8 +50,9 @@ from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.model_weights import GatheredWeights, PassingWeights, ResidentWeights
 from sagetrain.engines.piped import Piped, StagePasses
 from sagetrain.engines.protocol import Probe, every
+from sagetrain.engines.recorder import recorder_of
 from sagetrain.engines.reduction import Reduction
-from sagetrain.engines.replayed import Replayed, recorder_of
+from sagetrain.engines.replayed import Replayed
 from sagetrain.engines.replayed_stage import ReplayedPipe
 from sagetrain.engines.room import Room
 from sagetrain.engines.sharding import gather_once, ranks_of, ranks_of_experts, shard_model, units

@@ -10,10 +10,7 @@ slot takes more than 1F1B does by what the forward pass of a block needs and doe
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +23,7 @@ from sagetrain.engines.gradient_sums import LeafSums
 from sagetrain.engines.model_weights import ResidentWeights
 from sagetrain.engines.piped import Piped, StagePasses, StageStep
 from sagetrain.engines.protocol import Observers
-from sagetrain.engines.replayed import PASSES, copies_of, lacks_memory, recorder, state_of
+from sagetrain.engines.recorder import PASSES, Recorder
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.model.moe import MoE
 from sagetrain.parallel.orders import Action
@@ -74,8 +71,8 @@ class _Slots:
     """
 
     def __init__(self, passes: StagePasses, record: Record, weights: ResidentWeights, sums: LeafSums) -> None:
-        self._passes, self._record, self._weights, self.sums = passes, record, weights, sums
-        self._copies = copies_of(passes.groups)
+        self._passes, self._record, self.sums = passes, record, sums
+        self.recorder = Recorder(passes, weights, sums)
         # The last chunk keeps gradients of the output projection too, so its slots are not those of others.
         self._free: dict[bool, list[_Slot]] = {False: [], True: []}
         self._ran: dict[int, tuple[Any, int]] = {}
@@ -83,22 +80,17 @@ class _Slots:
         self._state: Any = None
         self._looked: bool = False
         """Whether this step has looked for the memory of recordings, or has some of an earlier step."""
-        self.refusal = ""
-        """The reason why nothing is recorded any more."""
 
     def begin(self) -> None:
         """Begin a step."""
-        # The weights, and what is derived from them, are where the passes will find them.
-        self._weights.gather()
         self._steps += 1
-        self._state, self._looked = None, any(self._free.values())
-        if self.refusal:
+        self._looked = any(self._free.values())
+        if self.recorder.refusal:
             self._free = {False: [], True: []}
-        elif self.sums.needed:
-            model = self._passes.model
-            rooms = [module.room for module in model.modules() if isinstance(module, MoE)]
-            state = state_of(model, self._weights.leaves, self._copies)
-            self._state = state and (*state, rooms)
+        state = self.recorder.begin()
+        rooms = [module.room for module in self._passes.model.modules() if isinstance(module, MoE)]
+        # An only micro-step's gradients are reduced as they are, and not in any recording.
+        self._state = (*state, rooms) if state and self.sums.needed else None
 
     def padded(self, batch: Batch) -> Batch:
         """Return a micro-batch whose bounds of documents are as many as the most so far, so that few shapes are
@@ -110,20 +102,10 @@ class _Slots:
         more = bounds[-1:].expand(self._bounds - len(bounds))
         return replace(batch, cu_seqlens=torch.cat([bounds, more]), max_seqlen=batch.tokens.shape[1])
 
-    def repeatable(self) -> AbstractContextManager[None]:
-        """Return the context of a pass, in which the collectives of copy engines are the same whether the host launches
-        the pass or it is replayed."""
-        return self._copies.repeatable() if self._copies else contextlib.nullcontext()
-
-    def align(self) -> None:
-        """Let a pass begin as its recording does."""
-        if self._copies:
-            self._copies.align()
-
     def take(self, step: _ReplayedStep, number: int, micro: int) -> _Slot | None:
         """Return a free slot, with the recorded passes of a micro-batch through a chunk. None: the host launches
         them."""
-        if self._state is None or self.refusal:
+        if self._state is None or self.recorder.refusal:
             return None
         inputs = step.batches[micro].inputs(torch.device("cpu"), self._passes.groups)
         key = self._state, shapes_of(inputs)
@@ -137,7 +119,7 @@ class _Slots:
         if fits:
             free.remove(fits[-1])
             return fits[-1]
-        slot = free.pop() if free else _Slot(self._recorder(), {})
+        slot = free.pop() if free else _Slot(self.recorder.pool(), {})
         slot.passes.pop(number, None)
         return slot if self._fill(slot, step, number, micro, key, inputs) else None
 
@@ -145,42 +127,18 @@ class _Slots:
         """Take back a slot behind a backward pass through a chunk, which is the last one of the model or is not."""
         self._free[last].append(slot)
 
-    def _recorder(self) -> Record:
-        record = recorder(self._passes.device)
-        assert record, "backward passes are recorded as well"
-        return record
-
     def _fill(self, slot: _Slot, step: _ReplayedStep, number: int, micro: int, key: Any, inputs: Any) -> bool:
-        """Record passes in a slot, or refuse to record anything from now on. Return whether they were recorded."""
-        sums, metrics, device = self.sums, self._passes.groups.metrics, self._passes.device
-        given, added = set(sums.given), metrics.added()
-        if not self._looked:
-            self._looked = True
-            self.refusal = lacks_memory(device, 0 if sums.stays else sums.reduced_bytes)
-        if not self.refusal:
-            try:
-                if not sums.stays:
-                    sums.stay()
-                sums.given.clear()
-                self._passes.expect(False)
-                passes = self._recorded(slot.record, step, number, micro, key, inputs)
-                passes.given = frozenset(sums.given)
-                slot.passes[number] = passes
-                if metrics.added() != added:
-                    self.refusal = "a pass adds to the metrics"
-            except Exception as error:  # noqa: BLE001 - Whatever it is, passes run without recordings as well.
-                self.refusal = f"{type(error).__name__}: {error}".partition("\n")[0]
-        sums.given = given
-        if not self.refusal:
-            return True
-        # What a pass left when it was interrupted was never computed.
-        for leaf in self._weights.leaves.values():
-            leaf.grad = None
-        if self._copies:
-            self._copies.interrupt()
-        sums.stays = False
-        warnings.warn(f"the host launches each pass from now on: {self.refusal}", stacklevel=2)
-        return False
+        """Record passes in a slot. Return whether they were recorded."""
+
+        def make() -> None:
+            self._passes.expect(False)
+            slot.passes[number] = self._recorded(slot.record, step, number, micro, key, inputs)
+
+        given = self.recorder.record(make, looks=not self._looked)
+        self._looked = True
+        if given is not None:
+            slot.passes[number].given = given
+        return given is not None
 
     def _recorded(self, record: Record, step: _ReplayedStep, number: int, micro: int, key: Any, inputs: Any) -> _Passes:
         chunk, device = step.flow.chunks[number], self._passes.device
@@ -190,14 +148,14 @@ class _Slots:
         passes.inputs.write(inputs)
 
         def forward() -> None:
-            with self.repeatable():
+            with self.recorder.repeatable():
                 passes.made = step.through(number, passes.inputs.arguments, passes.streams)
 
         def backward() -> None:
-            with self.repeatable():
+            with self.recorder.repeatable():
                 torch.autograd.backward(passes.made, gradients or None)
 
-        self.align()
+        self.recorder.align()
         passes.forward = record(forward)
         passes.backward = self._record(backward)
         passes.made = [x.detach() for x in passes.made]
@@ -228,9 +186,9 @@ class _ReplayedStep(StageStep):
     def forward(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the forward pass of a micro-batch through a chunk: see StageStep."""
         slot = self._slot(number, micro)
-        self.slots.align()
+        self.slots.recorder.align()
         if slot is None:
-            with self.slots.repeatable():
+            with self.slots.recorder.repeatable():
                 return super().forward(number, micro, streams)
         passes = slot.passes[number]
         passes.inputs.write(self.batches[micro].inputs(torch.device("cpu"), self._passes.groups))
@@ -240,9 +198,9 @@ class _ReplayedStep(StageStep):
     def backward(self, number: int, micro: int, later: int, run: Pass) -> Sequence[Tensor]:
         """Run the backward pass of a micro-batch through a chunk: see StageStep."""
         slot = self._taken.pop((number, micro))
-        self.slots.align()
+        self.slots.recorder.align()
         if slot is None:
-            with self.slots.repeatable():
+            with self.slots.recorder.repeatable():
                 return super().backward(number, micro, later, run)
         passes = slot.passes[number]
         self.expect(number, later)

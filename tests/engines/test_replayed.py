@@ -18,7 +18,7 @@ from sagekernels.autograd import DOCUMENT_BOUNDS
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.engine import findings
 from sagetrain.data.batch import Batch, Sample, batch_of
-from sagetrain.engines import replay_times, replayed, replayed_stage
+from sagetrain.engines import recorder, replay_times
 from sagetrain.engines.fsdp import FsdpEngine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model import backends
@@ -122,7 +122,7 @@ def weights_of(engine: Any) -> torch.Tensor:
 
 def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Iterator[Any]:
     """Yield an engine whose micro-steps the host launches, and one that replays them."""
-    replayed.recorder = replayed_stage.recorder = lambda device: counted.pool()
+    recorder.recorder = lambda device: counted.pool()
     for how in ("off", "on"):
         training = {**sections.get("training", {}), "cuda_graphs": how}
         dtype = training.pop("dtype", "bf16")
@@ -389,7 +389,7 @@ def reading(stage: int) -> tuple[bool, list[str], str]:
         warnings.simplefilter("always")
         numbers = [[step_of(each, "plain", step) for step in range(3)] for each in (host, other)]
     same = numbers[0] == numbers[1] and torch.equal(weights_of(host), weights_of(other))
-    return same, [str(w.message) for w in said if "micro-step" in str(w.message)], other._traversal.refusal
+    return same, [str(w.message) for w in said if "micro-step" in str(w.message)], other._traversal.recorder.refusal
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (2, 3)])
@@ -418,7 +418,7 @@ def timed(replay: list[float], count: int) -> list[Any]:
 
         return SimpleNamespace(replay=again)
 
-    replayed.recorder = lambda device: record
+    recorder.recorder = lambda device: record
     host, auto = (tiny.engine(tiny.config(1, "bf16", training={"cuda_graphs": how}), groups) for how in ("off", "auto"))
     launch = auto._traversal._launch
 

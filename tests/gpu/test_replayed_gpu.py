@@ -93,7 +93,9 @@ def _bits(
         )
         recorded = {program.last for program in replayed._programs if program.recording}
         reduces = {False, True} if groups.num_replicas > 1 and stage < 2 else {False}
-        found[case] = replayed.refusal or (steps == others and torch.equal(weights, again) and recorded == reduces)
+        found[case] = replayed.recorder.refusal or (
+            steps == others and torch.equal(weights, again) and recorded == reduces
+        )
         if not compiled:
             found["auto"] = _auto(case, groups, device, steps, weights)
     return found
@@ -109,7 +111,7 @@ def _bits_of_pipelines(cases: list[str], chunks: int) -> dict[str, bool | str]:
             _steps(case, True, how, groups, device, 1, chunks) for how in ("off", "on")
         )
         recorded = tuple(map(len, replayed.slots._free.values()))
-        found[case] = replayed.slots.refusal or (steps == others and torch.equal(weights, again))
+        found[case] = replayed.slots.recorder.refusal or (steps == others and torch.equal(weights, again))
         if recorded != UNDER_WAY[chunks, groups.pp_rank]:
             found[case] = f"{found[case]}, slots: {recorded}"
     return found
@@ -123,9 +125,9 @@ def _auto(
     times = [[step.pop(name) for name in list(step) if name.startswith("perf")] for step in found]
     (seconds,) = (each for each in times if each)
     stays = replays_stay(*seconds)
-    right = stays != bool(chosen.refusal) and min(seconds) > 0 and max(seconds) < 1
+    right = stays != bool(chosen.recorder.refusal) and min(seconds) > 0 and max(seconds) < 1
     same = found == steps and torch.equal(own, weights)
-    return (same and right) or f"{seconds}: {chosen.refusal}, {found}, {steps}"
+    return (same and right) or f"{seconds}: {chosen.recorder.refusal}, {found}, {steps}"
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -178,7 +178,7 @@ def test_only_these_files_import_kernels():
         *choices,
         "engines/copied_reduction",
         "engines/gradient_sums",
-        "engines/replayed",
+        "engines/recorder",
         "interop/families",
         "model/attention",
         "model/dispatch",
