@@ -8,8 +8,10 @@ of v, K and V their widths.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +62,8 @@ def delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
     """Return the gated delta net's function on a device.
 
     Raises:
-        ValueError: a GPU has no package fla, or the dtype has more than 16 bits there.
+        ValueError: a GPU has no package fla, or a version of Triton that compiles it wrongly, or the dtype has more
+            than 16 bits there.
     """
     if torch.device(device).type != "cuda":
         return Recurrent()
@@ -74,6 +77,14 @@ def delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
             f"model.delta_net needs the package fla on a GPU ({error}); pip install 'sagetrain[fla]', or set "
             "model.delta_net: null"
         ) from error
+    triton = version("triton")
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+    if on_hopper and (3, 4) <= tuple(int(part) for part in re.findall(r"\d+", triton)[:3]) < (3, 7, 1):
+        raise ValueError(
+            f"model.delta_net needs Triton 3.7.1 or newer on a Hopper GPU, and this is Triton {triton}: from 3.4 on it "
+            "compiled wrong gradients of fla's kernels (fla-org/flash-linear-attention issue 640); install a newer one "
+            "(torch 2.13 brings it), or set model.delta_net: null"
+        )
     return Fla(rule, convolution)
 
 

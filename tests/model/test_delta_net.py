@@ -315,11 +315,25 @@ def test_tensors_begin_and_move_as_documented() -> None:
     assert factors["blocks.0.attention.q_conv"] == 1 and factors["blocks.0.attention.qkv.z"] == 0.5**0.5
 
 
-def test_a_gpu_needs_fla_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_needs_fla_a_triton_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert isinstance(delta_rule(cuda, torch.bfloat16), Fla)
     with pytest.raises(ValueError, match=r"model\.delta_net needs training\.dtype bf16 on a GPU; use bf16"):
         delta_rule(cuda, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, triton, wrong in (
+        (9, "3.6.0", True),
+        (9, "3.7.1", False),
+        (9, "3.8.0+git1", False),
+        (8, "3.6.0", False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=capability: (major, 0))
+        monkeypatch.setattr("sagetrain.model.delta_rule.version", lambda _, found=triton: found)
+        if not wrong:
+            assert isinstance(delta_rule(cuda, torch.bfloat16), Fla)
+            continue
+        with pytest.raises(ValueError, match=r"needs Triton 3\.7\.1 or newer .* this is Triton 3\.6\.0"):
+            delta_rule(cuda, torch.bfloat16)
     monkeypatch.setitem(__import__("sys").modules, "fla.ops.gated_delta_rule", None)
     with pytest.raises(ValueError, match=r"model\.delta_net needs the package fla .*pip install 'sagetrain\[fla\]'"):
         delta_rule(cuda, torch.bfloat16)
