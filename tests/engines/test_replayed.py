@@ -183,14 +183,16 @@ def test_replicas_reduce_in_every_recorded_micro_step_at_zero_2() -> None:
         assert set(found.values()) == {(True, 1, 6)}, found
 
 
-@pytest.mark.parametrize(("ranks", "names"), [
-    (1, ["uneven, selective"]),
-    (2, ["INT8 layers", "loss mask, tied", "fp32", "sdpa, documents, recomputed"]),
-    (4, ["uneven, selective"]),
+@pytest.mark.parametrize(("ranks", "tp", "cp", "names"), [
+    (1, 1, 1, ["uneven, selective"]),
+    (2, 1, 1, ["INT8 layers", "loss mask, tied", "fp32", "sdpa, documents, recomputed"]),
+    (4, 1, 1, ["uneven, selective"]),
+    (4, 2, 1, ["INT8 layers"]),
+    (4, 1, 2, ["sage, documents"]),
 ])  # fmt: skip
-def test_weights_come_and_go_in_recorded_micro_steps_at_zero_3(ranks: int, names: list[str]) -> None:
+def test_weights_come_and_go_in_recorded_micro_steps_at_zero_3(ranks: int, tp: int, cp: int, names: list[str]) -> None:
     """The host's way is through the hooks of FSDP2 where there is a single replica."""
-    for found in run_distributed(run_cases, ranks, 3, names):
+    for found in run_distributed(run_cases, ranks, 3, names, tp, cp):
         assert set(found.values()) == {(True, 1, 6)}, found
 
 
