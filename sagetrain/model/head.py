@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from sagetrain.parallel.topology import ParallelGroups
 class Head(ParallelLayer):
     """Output projection and loss, with the vocabulary spread over the tensor-parallel group.
 
-    With tied embeddings, the one Parameter is registered here and in the embedding, so that each module owns the weight
-    that its forward reads. ZeRO-3 gathers exactly the weights that the running module owns.
+    With tied embeddings, the one Parameter is registered here and in the embedding.
     """
 
     def __init__(
@@ -62,16 +61,16 @@ class Head(ParallelLayer):
 
     def forward(
         self,
-        x: Tensor | Pending | list[Tensor | Pending],
+        halves: Sequence[Tensor | Pending],
         labels_T: Tensor | None,
         divisor: Tensor | float | None = None,
         by_token: bool = False,
         every: int = 1,
     ) -> Tensor:
-        """Return the loss, the loss of each token, or logits, from the output of start_enter, [tokens, hidden].
+        """Return the loss, the loss of each token, or logits.
 
         Args:
-            x: that output, or the halves of a micro-batch, which are joined.
+            halves: outputs of start_enter, [tokens, hidden] each, which are joined.
             labels_T: int64 [tokens], or [sequences, tokens] for a loss by sequence. None: return logits.
             divisor: see linear_cross_entropy.
             by_token: return the losses of linear_token_losses.
@@ -80,7 +79,6 @@ class Head(ParallelLayer):
         Returns:
             fp32 scalar, fp32 [tokens] by token, or logits [tokens / every, vocab].
         """
-        halves = x if isinstance(x, list) else [x]
         entered = [finish_enter(half, self.groups, self.sequence_parallel) for half in halves]
         x_TD = entered[0] if len(entered) == 1 else torch.cat(entered)
         if labels_T is None:

@@ -206,8 +206,10 @@ class Transformer(nn.Module):
         last: bool = False,
         chunk: ModelChunk | None = None,
         streams: Sequence[Tensor] = (),
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Return the mean loss over this rank's tokens, or the cross-entropy of each token, or their logits.
+
+        All kinds of output come from this one call, because hooks of FSDP and DeepSpeed begin and end a pass with it.
 
         Under context parallelism, this rank's tokens are a slice [B, S / cp] of every sequence
         (data.batch.Batch.inputs cuts it). The loss of the sequences is then the mean over the context-parallel ranks.
@@ -246,16 +248,16 @@ class Transformer(nn.Module):
             return tuple(stream for stream, _ in walked)
         if labels is None:
             every = tokens.shape[1] if last else 1
-            logits = torch.cat([self.head(y, None, every=every) for _, y in walked])
+            logits = torch.cat([self.head([y], None, every=every) for _, y in walked])
             return logits.view(len(tokens), -1, logits.shape[-1])
         pairs = zip(walked, labels.flatten().chunk(parts), strict=True)
         if by_token:
-            return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).view(tokens.shape)
+            return torch.cat([self.head([y], part, by_token=True) for (_, y), part in pairs]).view(tokens.shape)
         if self.head.by_sequence:  # Every sequence counts, so the divisor of the tokens has no part in the mean.
-            return self.head([y for _, y in walked], labels)
+            return cast(Tensor, self.head([y for _, y in walked], labels))
         # The mean of the parts is then the whole sum over the divisor.
         own = None if divisor is None else divisor / parts
-        return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()
+        return torch.stack([self.head([y], part, own) for (_, y), part in pairs]).mean()
 
     def stream_shapes(self, tokens: int) -> list[tuple[int, int]]:
         """Return the shapes of the residual streams of a micro-batch of this many tokens on this rank."""

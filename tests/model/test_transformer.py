@@ -347,7 +347,7 @@ def test_a_range_of_blocks_goes_on_from_the_residual_stream(recompute: str) -> N
     layouts, halves = model._layouts(tokens, None, None, None), [model._embed(tokens.flatten())]
     first = model.through(range(0, 1), layouts, halves)
     second = model.through(range(1, 2), layouts, [Half(half.stream, None) for half in first])
-    assert torch.equal(model.head(second[0].made, labels.flatten()), expected)
+    assert torch.equal(model.head([second[0].made], labels.flatten()), expected)
 
 
 def test_bf16_stays_near_fp32() -> None:
