@@ -265,7 +265,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     # The block's input is kept, and the outputs of matmuls and attention: v is one of them, and so are q and k before
     # they are normalized and rotated. sage's codes of q and k are kept as well, and `auto` may choose sage. No gradient
     # needs the output of `down`, and torch.compile notices that; partial sums are an exception.
-    columns, matmuls = {"attention norm": hidden, "attention": query}, rank.recompute == "selective"
+    columns, matmuls = {"attention norm": hidden}, rank.recompute == "selective"
     if matmuls:
         columns |= {"q": query, "k": key, "v": key, "out": hidden, "gate": inner, "up": inner}
         columns["down"] = hidden * (rank.tensor > 1 or not rank.fused)
@@ -274,8 +274,10 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
             columns["gate and up of experts"] = 2 * room * layer.experts.ffn_size
             columns["down of experts"] = room * hidden * (not rank.fused)
     dear = {part.name: element * columns.get(part.name, 0) for part in listed}
-    seen = attention.backend != "flash"  # torch does not see the operators of flash-attn, so nothing of them is kept.
-    dear["attention"] = seen * (dear["attention"] + 4 * heads + quantized * attention.may_be_int8)
+    # torch does not see the operators of flash-attn and of fla, so nothing of them is kept.
+    seen = attention.backend != "flash" and layer.delta_net is None
+    if seen:
+        dear["attention"] = element * query + 4 * heads + quantized * attention.may_be_int8
     anew = {AttentionCost: not seen, MatmulCost: not matmuls, PassCost: True}
     return tuple(replace(part, saved=dear[part.name], recomputed=anew[type(part)]) for part in listed)
 

@@ -245,6 +245,7 @@ def test_errors_are_counted_and_shown_with_place_and_way_out():
     (5, ["parallel.context_parallel_size=5"], "context_parallel_split", "estimated: layout 1", "now "),
     (7, [], "whole_micro_steps", "Step time, predicted: layout 1", "as configured on"),
     (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
+    (1, ["model.delta_net.key_heads=2", "training.activation_checkpointing=attention"], "not_proven_with_delta_net", "use none, full", "GPU with"),
 ])  # fmt: skip
 def test_what_cannot_be_computed_is_left_out(world_size, overrides, rule, shown, hidden):
     errors, text = plan("325m", world_size, *overrides)
