@@ -101,7 +101,7 @@ CASES = [
     ({"model": {"num_attention_heads": 6, "head_dim": 64, "ffn_hidden_size": 768, "experts": {**EXPERTS, "number": 6}}, "evaluation": {"samples_every_tokens": 10**6}, "parallel": {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 3}}, 6,
      "texts_of_experts", "error", "parallel.expert_parallel_size", "3: cuts across tensor-parallel groups of 2 ranks", "use a divisor or a multiple of 2, or no"),
     ({"model": {"experts": EXPERTS, "conventions": "gpt_oss", "activation": "geglu"}}, 1,
-     "not_proven_with_experts", "error", "model.activation", '"geglu": was not proven with model.experts', "use swiglu, or a dense"),
+     "not_proven_with_experts", "error", "model.activation", '"geglu": was not proven with model.experts in model.conventions gpt_oss', "use swiglu, or other"),
     ({"model": {"experts": {**EXPERTS, "per_token": 1}}}, 1,
      "router_learns_nothing", "warning", "model.experts.renormalize", "makes the weight of a token's only expert 1", "use false"),
     ({"model": {"experts": {**EXPERTS, "balance": {"aux_weight": 0}}}}, 1,

@@ -18,7 +18,6 @@ _MOST = 1023
 """torch's grouped products take fewer than 1,024 groups."""
 
 PROVEN: dict[str, tuple[object, ...]] = {
-    "model.activation": ("swiglu", "geglu"),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
 }
@@ -47,11 +46,13 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     yield from _texts(cfg, layout)
     yield from _router(experts)
     proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
-    proven |= WITH_BIASES if cfg.model.conventions == "gpt_oss" else {}
     if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
-    without = "a dense model (model.experts: null)"
-    yield from not_proven(cfg, proven, "not_proven_with_experts", "model.experts", without)
+    rule, without = "not_proven_with_experts", "a dense model (model.experts: null)"
+    yield from not_proven(cfg, proven, rule, "model.experts", without)
+    if cfg.model.conventions == "gpt_oss":
+        biased = "model.experts in model.conventions gpt_oss"
+        yield from not_proven(cfg, WITH_BIASES, rule, biased, "other conventions (model.conventions: llama)")
 
 
 def _sizes(cfg: RunConfig, experts: ExpertsConfig) -> Iterator[Finding]:
