@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import datetime
-import logging
 import os
 import sys
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +17,6 @@ from sagetrain.parallel import copies
 
 # Ranks wait this long for each other at the start, because hosts start at different times.
 _ARRIVAL_MINUTES = 10
-
-
-def _has_gpu() -> bool:
-    """Return whether this process has a GPU. Without one, DeepSpeed is told to use the CPU before it looks for a GPU
-    itself. Raises ConfigError if the environment tells DeepSpeed to use another device."""
-    has = torch.cuda.is_available()
-    used = "cuda" if has else "cpu"
-    if (told := os.environ.get("DS_ACCELERATOR", used)) != used:
-        seen = "has a GPU" if has else "sees no GPU of NVIDIA"
-        raise ConfigError(
-            f"DS_ACCELERATOR={told} in the environment: DeepSpeed would use that device, and this process {seen}, so "
-            f"that it trains on {used}. Unset DS_ACCELERATOR"
-        )
-    if not has:
-        os.environ["DS_ACCELERATOR"] = used
-    return has
 
 
 def init_distributed(timeout_minutes: float) -> torch.device:
@@ -50,7 +31,7 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
-    on_gpu = _has_gpu()
+    on_gpu = torch.cuda.is_available()
     # The warning is about a wrong current device, but the current device is the one of this rank.
     warnings.filterwarnings("ignore", message="barrier\\(\\): using the device under current context")
     # The warning comes from an autograd thread whose first operation is a matmul. The thread gets its context then.
@@ -70,30 +51,12 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout, backend = datetime.timedelta(minutes=timeout_minutes), "nccl" if on_gpu else "gloo"
     if not dist.is_initialized():
-        # DeepSpeed would bind the group to a device. NCCL would then create each smaller group with all ranks of the
-        # world.
+        # A group that is bound to a device would have NCCL create each smaller group with all ranks of the world.
         store = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
         store.set_timeout(timeout)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
-
-
-def join_deepspeed() -> Any:
-    """Import DeepSpeed in a process that `init_distributed` has joined to its group, and let DeepSpeed use that group.
-    Return the module. Only runs with engine deepspeed do this, because the import takes up to a second."""
-    import deepspeed
-    import deepspeed.ops
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed. A user cannot do anything about this
-    # warning.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # This saves the compilation of probes, and a C++ build that only inference on a CPU would use.
-    if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
-    deepspeed.init_distributed(dist.get_backend(), verbose=False)
-    return deepspeed
 
 
 def end_distributed() -> None:

@@ -34,8 +34,7 @@ def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, mic
         micro_batches: the micro-batches of this rank in the first step. Later steps may have another number.
 
     Raises:
-        ConfigError: DeepSpeed's version, or a key that it was given, makes it keep weights in an order that checkpoints
-            do not know.
+        ConfigError: DeepSpeed keeps weights in an order that checkpoints do not know, or is told to use another device.
     """
     if Layout.of(cfg).engine == "fsdp":
         from sagetrain.engines import fsdp

@@ -367,8 +367,6 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     met.reporter.say("\n".join(said[:3]))
     for line in said[3:]:
         met.reporter.keep(line)
-    if layout.zero_stage != cfg.parallel.zero_stage:
-        met.reporter.say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
     return engine
 
 

@@ -160,7 +160,6 @@ def test_the_work_of_a_rank_at_the_start_does_not_grow(monkeypatch, tmp_path) ->
     """Store requests and process groups of all ranks together grow in proportion to the ranks."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")  # Older versions of torch end each new_group with a barrier.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     # torch's store asks for the name of each host that connects, which takes seconds without a name server.
     monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
     topologies = Topology(8, 1, 1), Topology(16, 1, 1), Topology(32, 1, 1), Topology(8, 2, 2)

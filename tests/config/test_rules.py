@@ -242,7 +242,7 @@ CASES = [
     ({"parallel": {"shard_size": 2, "gradient_reduction": "bf16"}}, 4,
      "shard_size_of_deepspeed", "error", "parallel.shard_size", "auto is deepspeed with parallel.gradient_reduction", "leave parallel.gradient_reduction out"),
     ({"parallel": {"offload": "optimizer", "gradient_reduction": "bf16"}}, 1,
-     "offload_of_deepspeed", "error", "parallel.offload", "auto is deepspeed with parallel.gradient_reduction, which only", "leave parallel.gradient_reduction out, or set offload: none"),
+     "offload_of_deepspeed", "error", "parallel.offload", "auto is deepspeed with parallel.gradient_reduction, which only", "leave parallel.gradient_reduction out, or use none"),
     ({"parallel": {"engine": "fsdp", "shard_size": 3, "tensor_parallel_size": 2}}, 8,
      "shard_size", "error", "parallel.shard_size", "3: does not divide the 4 replicas of this launch (8 ranks over tensor_parallel_size 2)", "use 1, 2, 4, or null"),
     ({"parallel": {"engine": "fsdp", "shard_size": 2, "zero_stage": 0}}, 2,

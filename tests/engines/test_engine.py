@@ -191,6 +191,14 @@ def test_a_master_unlike_its_parameter_is_named_on_every_rank() -> None:
     assert first[0] == "" and all(re.fullmatch(r"[\w.]+", name) for name in first[1:])
 
 
+@pytest.mark.parametrize(("has", "told"), [(False, "cuda"), (False, "xpu"), (True, "cpu"), (True, "hpu")])
+def test_a_device_that_deepspeed_is_told_must_be_the_run_s(monkeypatch, has: bool, told: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has)
+    monkeypatch.setenv("DS_ACCELERATOR", told)
+    with pytest.raises(ConfigError, match=f"DS_ACCELERATOR={told} in the environment: .* Unset DS_ACCELERATOR"):
+        deepspeed_engine.join_deepspeed()
+
+
 def test_losses_do_not_depend_on_the_layout(by_layout) -> None:
     """The layouts are pairs of tensor, context and data parallelism at ZeRO 0 to 2, in fp32, with clipping and a change
     of tokens per step."""

@@ -113,7 +113,7 @@ def test_a_plan_says_from_how_many_gpus_on_it_fits() -> None:
     assert proposals("8b", cluster_of("l40s", 8, 400, need)) and not proposals(
         "8b", cluster_of("l40s", 8, 400, need - 2)
     )
-    # A section for DeepSpeed excludes the other engine, and with it masters in 16 bits.
+    # Gradients that travel in bf16 exclude the other engine, and with it masters in 16 bits.
     assert proposals("8b", HARDWARE["h100"], "parallel.gradient_reduction=bf16") == []
 
 

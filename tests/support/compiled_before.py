@@ -1,5 +1,5 @@
 """Compile a block and forget it. torch takes half a second to get ready for its first one; forked processes have that
-done. The same goes for what DeepSpeed learns of the host by starting `numactl` at every reduction of ZeRO 3."""
+done. The same goes for what DeepSpeed learns of the host by starting `numactl`."""
 
 import functools
 

@@ -225,7 +225,7 @@ EXCUSED = {
     ("build_run", "check_host_memory"): "the memory of a host: plan takes it from --host-memory",
     ("masters", "check"): "what DeepSpeed keeps in memory",
     ("join", "init_distributed"): "the GPUs of a host",
-    ("join", "_has_gpu"): "the environment of a host",
+    ("deepspeed_engine", "join_deepspeed"): "the environment of a host",
     ("interfaces", "use_interface"): "the network interfaces of a host",
     ("interfaces", "_check_named_interfaces"): "the network interfaces of a host, and its environment",
     ("preflight", "share"): "hosts that share no folder",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.deepspeed import by_deepspeed
 from sagetrain.config.rules.findings import About, no_effect
 from sagetrain.config.schema import OptimizerConfig, RunConfig
 
@@ -47,15 +46,10 @@ def _master(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     key, master = "optimizer.master", cfg.optimizer.master
     if master == "fp32":
         return
-    by_fsdp, sixteen_bit = layout.engine == "fsdp", cfg.training.dtype == "bf16"
-    if not by_fsdp:
-        said, fix = by_deepspeed(cfg)
-        why = f"is for parallel.engine fsdp, and {said}: DeepSpeed keeps fp32 masters of its own"
-        yield About("bf16_masters_need_fsdp", key, master).error(why, f"{fix}, or use fp32")
-    if not sixteen_bit:
+    if cfg.training.dtype != "bf16":
         why = f"keeps the weights of a model in {cfg.training.dtype} in 16 bits"
         yield About("bf16_masters_in_fp32", key, master).error(why, "use fp32, or training.dtype bf16")
-    if by_fsdp and sixteen_bit and cfg.parallel.zero_stage > 1:
+    elif layout.engine == "fsdp" and cfg.parallel.zero_stage > 1:
         why = f"rounds the gradients of each micro-step to 16 bits as well, at ZeRO {cfg.parallel.zero_stage}"
         yield About("bf16_masters_bf16_gradients", key, master).warning(
             why, "use parallel.zero_stage 0 or 1 if they fit"

@@ -7,36 +7,25 @@ from collections.abc import Iterator
 from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.deepspeed import by_deepspeed
 from sagetrain.config.rules.findings import About, no_effect
 from sagetrain.config.schema import RunConfig
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
-    """Find pipelines that the model or the engine does not have, and settings that a pipeline does not have."""
+    """Find pipelines that the model does not have, and settings that a pipeline does not have."""
     parallel = cfg.parallel
     if parallel.pipeline_parallel_size == 1:
         for name, default in (("pipeline_chunks", 1), ("pipeline_blocks", "auto")):
             if getattr(parallel, name) != default:
                 yield no_effect(f"parallel.{name}", getattr(parallel, name), "parallel.pipeline_parallel_size 1")
         return
-    yield from _engine(cfg, layout)
-    yield from _blocks(cfg)
-    yield from _idle(cfg, layout)
-
-
-def _engine(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
-    parallel = cfg.parallel
-    if layout.engine != "fsdp":
-        why, fix = by_deepspeed(cfg)
-        yield About("pipeline_of_engine", "parallel.pipeline_parallel_size", parallel.pipeline_parallel_size).error(
-            f"is for parallel.engine fsdp, and {why}", f"{fix}, or set pipeline_parallel_size: 1"
-        )
     if parallel.zero_stage == 3:
         yield About("pipeline_at_zero_3", "parallel.zero_stage", 3).error(
             "would gather the weights of a pipeline stage again for every micro-batch",
             "use zero_stage 1 or 2: a stage has few weights already; or pipeline_parallel_size 1 with zero_stage 3",
         )
+    yield from _blocks(cfg)
+    yield from _idle(cfg, layout)
 
 
 def _blocks(cfg: RunConfig) -> Iterator[Finding]:

@@ -15,9 +15,13 @@ SageTrain sets the boundary itself (managed_gradient_accumulation is off).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
+import logging
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -28,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sagetrain.checkpoint.stateful import Owned
-from sagetrain.cluster.join import join_deepspeed
+from sagetrain.config.errors import ConfigError
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.deepspeed.deepspeed_config import deepspeed_config
@@ -43,6 +47,31 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
 from sagetrain.parallel.topology import ParallelGroups
+
+
+def join_deepspeed() -> Any:
+    """Import DeepSpeed in a process that has joined its group, and let DeepSpeed use that group. Return the module. The
+    import takes up to a second. Raises ConfigError if the environment tells DeepSpeed to use another device."""
+    used = "cuda" if torch.cuda.is_available() else "cpu"
+    if (told := os.environ.get("DS_ACCELERATOR", used)) != used:
+        raise ConfigError(
+            f"DS_ACCELERATOR={told} in the environment: DeepSpeed would use that device, and this process trains on "
+            f"{used}. Unset DS_ACCELERATOR"
+        )
+    if used == "cpu":  # DeepSpeed would look for a GPU.
+        os.environ["DS_ACCELERATOR"] = used
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed. A user cannot do anything about this
+    # warning.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # This saves the compilation of probes, and a C++ build that only inference on a CPU would use.
+    if used == "cpu":
+        deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    return deepspeed
 
 
 class Handed(torch.optim.Optimizer):
