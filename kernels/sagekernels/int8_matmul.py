@@ -6,7 +6,7 @@ Hopper's matrix instructions want them.
 
 On Hopper hopper_int8.cu multiplies. Triton waits for every INT8 product there before it issues the next one (only sums
 in fp32 overlap), so its tiles are so small that two programs fit on a multiprocessor. It serves what the CUDA kernel
-does not take, with the same bits. NOTES.md lists the other shapes that were timed.
+does not take, with the same bits. results/log/kernels.md lists the other shapes that were timed.
 """
 
 import functools

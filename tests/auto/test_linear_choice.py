@@ -29,7 +29,7 @@ AUTO = LinearConfig(precision="auto")
 CHOSEN = {"precision": "int8", "keep_layers_below": 8192}
 DECIDED = "int8, layers of 8,192 weights and more"
 
-# The speed-ups of INT8 over bf16 on an H200, casts included, are from kernels/NOTES.md.
+# The speed-ups of INT8 over bf16 on an H200, casts included, are from results/log/kernels.md.
 MEASURED = {
     "1b": {"qkv": 1.25, "out": 1.12, "gate_up": 1.25, "down": 1.30},
     "7b": {"qkv": 1.49, "out": 1.42, "gate_up": 1.59, "down": 1.55},
