@@ -209,8 +209,6 @@ class Transformer(nn.Module):
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the mean loss over this rank's tokens, or the cross-entropy of each token, or their logits.
 
-        All kinds of output come from this one call, because hooks of engines begin and end a pass with it.
-
         Under context parallelism, this rank's tokens are a slice [B, S / cp] of every sequence
         (data.batch.Batch.inputs cuts it). The loss of the sequences is then the mean over the context-parallel ranks.
 
