@@ -17,6 +17,8 @@ GAINS = "blocks.0.attention_norm.gain", "blocks.0.attention_post_norm.gain"
 def perturb(engine: Engine, channel: int) -> None:
     """Replace one gain of the first block's norm by the next larger number in the model's dtype; collective.
 
+    Where norms multiply by 1 + gain, that sum becomes the next larger number. The number next to 0 is lost in a sum.
+
     Args:
         channel: the channel of that gain, from 1; 0: no gain is changed.
     """
@@ -24,9 +26,10 @@ def perturb(engine: Engine, channel: int) -> None:
         return
     dtype, place = next(iter(engine.leaves().values())).dtype, channel - 1
     name = next(name for name in GAINS if name in engine.model.every_spec)
+    base = int(engine.model.config.conventions == "gemma")
     for kept in engine.owned(lambda spec: spec.name == name):
         if kept.start <= place < kept.stop:
             master = kept.weight[place - kept.start]
-            gain = master.to("cpu", dtype)
-            master.copy_(torch.nextafter(gain, torch.full_like(gain, torch.inf)))
+            factor = base + master.to("cpu", dtype)
+            master.copy_(torch.nextafter(factor, torch.full_like(factor, torch.inf)) - base)
     engine.state_changed()

@@ -65,6 +65,23 @@ def test_one_gain_gets_the_next_number_above_at_every_layout(tmp_path: Path, dty
             assert torch.equal(after, expected) and loss == loss
 
 
+def perturb_gemma(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gains that compute, before and after, where norms multiply by 1 + gain."""
+    engine = tiny.engine(tiny.config(1, dtype, model={"conventions": "gemma"}), tiny.join(1))
+    before = engine.gathered()[GAIN].detach().clone()
+    perturb(engine, 3)
+    return before, engine.gathered()[GAIN].detach().clone()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gains_near_zero_change_what_norms_multiply_by(dtype: str) -> None:
+    before, after = run_distributed(perturb_gemma, 1, dtype)[0]
+    assert not before.any()
+    expected = torch.ones_like(before)
+    expected[2] = torch.nextafter(expected[2], expected[2] + 1)
+    assert torch.equal(1 + after, expected)
+
+
 SAVES = {"every_tokens": 1024, "keep_last": 9}
 
 

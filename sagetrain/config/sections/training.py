@@ -95,9 +95,9 @@ class TrainingConfig(Section):
     """Seed of initialization and sample order."""
     perturb: NonNegativeInt = 0
     """Begin with weights that differ in one rounding: the norm gain of this channel (the first is 1) in the first block
-    becomes the next larger number. 0: no gain does. If the key is changed at a resume, the change is made there. Runs
-    that differ in this key alone show how far rounding drives equal runs apart, on deterministic machines too
-    (`sagetrain compare --band`)."""
+    (under conventions gemma 1 + gain) becomes the next larger number. 0: no gain does. If the key is changed at a
+    resume, the change is made there. Runs that differ in this key alone show how far rounding drives equal runs apart,
+    on deterministic machines too (`sagetrain compare --band`)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Arithmetic of the model. Master weights and moments are fp32 in either case, unless optimizer.master or
     optimizer.moments says otherwise."""
