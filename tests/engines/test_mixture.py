@@ -88,6 +88,12 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "experts 4, compiled, ZeRO 3": (
         (1, 1, 1, 4), {"stage": 3, "parallel": {"expert_parallel_size": 4}, "model": BIASED}
     ),
+    "experts 4, selective, ZeRO 3": (
+        (1, 1, 1, 4), {
+            "stage": 3, "parallel": {"expert_parallel_size": 4},
+            "training": {"activation_checkpointing": "selective"},
+        },
+    ),
     "experts 2 x TP 2, halves, recomputed, ZeRO 3, offload": (
         (2, 1, 1, 2), {
             "stage": 3, "parallel": {**SPREAD, "expert_parallel_size": 2, "offload": "all"},
