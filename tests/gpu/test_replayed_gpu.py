@@ -57,7 +57,7 @@ def _steps(
     sections["linear"] = {"precision": linear, "head": head}
     sections["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on",
                             "context_parallel_size": groups.cp_size, "pipeline_parallel_size": groups.pp_size,
-                            "pipeline_chunks": chunks, "expert_parallel_size": groups.ep_size}  # fmt: skip
+                            "pipeline_chunks": chunks}  # fmt: skip
     cfg = tiny.config(stage, "bf16", training=training, tokens_per_step={"tokens": 8 * LENGTH}, **sections)
     matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=tp, device=device, dtype=torch.bfloat16)
     model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB, matmuls=matmuls)
@@ -81,12 +81,10 @@ def _steps(
     return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._traversal
 
 
-def _bits(
-    cases: list[str], compiled: bool, tp: int, cp: int, gather: int, stage: int, ep: int = 1
-) -> dict[str, bool | str]:
+def _bits(cases: list[str], compiled: bool, tp: int, cp: int, gather: int, stage: int) -> dict[str, bool | str]:
     torch.use_deterministic_algorithms(True)
     device, ranks = over_nccl(), dist.get_world_size()
-    groups, found = ParallelGroups.create(Topology(ranks, tp, cp, 1, ep, gather)), {}
+    groups, found = ParallelGroups.create(Topology(ranks, tp, cp, 1, 1, gather)), {}
     for case in cases:
         (steps, weights, _), (others, again, replayed) = (
             _steps(case, compiled, how, groups, device, stage) for how in ("off", "on")
@@ -168,11 +166,3 @@ def test_replays_of_pipeline_stages_have_them_too(chunks: int) -> None:
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
         for found in run_distributed(_bits_of_pipelines, 2, list(CASES), chunks):
             assert found == dict.fromkeys(CASES, True)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_replays_of_ranks_with_experts_between_them() -> None:
-    case = "INT8, experts"
-    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-        assert run_distributed(_bits, 2, [case], True, 1, 1, 1, 1, 2) == [{case: True}] * 2
