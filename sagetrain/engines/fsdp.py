@@ -133,10 +133,9 @@ class FsdpEngine(Engine, StagePasses):
             self._weights = GatheredWeights(*of_model)
             # At ZeRO 2 and 3 gradients come to the host in every micro-step.
             self._sums = (HostSums if offload != "none" and stage > 1 else ShardedSums)(parameters, masters)
-        apart = [unit.module for unit in self.units if unit.apart]
         if groups.ep_size > 1:
             self.room = Room(model, cfg.parallel.expert_room, device)
-        self._hooks = Hooks(model, layout, isinstance(self._sums, HostSums), apart)
+        self._hooks = Hooks(model, layout, isinstance(self._sums, HostSums), self.units)
         if pipe and not record:
             self._traversal = Piped(self, pipe, dtype)
 

@@ -8,6 +8,7 @@ from typing import cast
 from torch.distributed.fsdp import FSDPModule
 
 from sagetrain.config.layout import Layout
+from sagetrain.engines.sharding import Unit
 from sagetrain.model.transformer import Transformer
 
 
@@ -16,12 +17,14 @@ class Hooks:
 
     Args:
         to_host: whether every pass waits for its copies of gradients to the host.
-        apart: the modules of units that are never called (sharding.Unit).
+        parts: the units of the model.
     """
 
-    def __init__(self, model: Transformer, layout: Layout, to_host: bool, apart: Sequence[FSDPModule] = ()) -> None:
+    def __init__(self, model: Transformer, layout: Layout, to_host: bool, parts: Sequence[Unit]) -> None:
         self._model, self._root, self._to_host = model, cast(FSDPModule, model), to_host
-        self._stay = self._root, *apart
+        self._stay = self._root, *(unit.module for unit in parts if unit.apart)
+        # The outermost unit has tensors of all chunks, and that of the routers, the wide one, of several.
+        self._of_chunks = self._root, *(unit.module for unit in parts if unit.wide)
         self._stage, self._resident = layout.zero_stage, layout.hooks == "never"
         self._mode: tuple[bool, bool] | None = None
 
@@ -54,9 +57,10 @@ class Hooks:
         self._mode, root = (reduce, last), self._root
         root.set_requires_gradient_sync(reduce)
         # Between the copies of shards, sums travel once a step. FSDP holds back a unit's sums as one vector, and each
-        # chunk gives gradients to other tensors of the outermost unit, whose sums therefore travel after every pass.
+        # chunk gives gradients to other tensors of some units, whose sums therefore travel after every pass.
         root.set_requires_all_reduce(last)
-        root.set_requires_all_reduce(last or len(self._model.chunks) > 1, recurse=False)
+        for module in self._of_chunks:
+            module.set_requires_all_reduce(last or len(self._model.chunks) > 1, recurse=False)
         # After its last pass FSDP forgets the order of passes, and waits for its copies to the host.
         root.set_is_last_backward(last or self._to_host or self._resident)
         root.set_reshard_after_backward(not self._resident and (last or self._stage == 3))

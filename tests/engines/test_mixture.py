@@ -109,9 +109,10 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "experts 2 x PP 2, ZeRO 3": (
         (1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}, "model": BIASED}
     ),
-    "PP 2 in chunks, ZeRO 2": (
+    "PP 2 in chunks, copies, ZeRO 2": (
         (1, 1, 2, 1), {
-            "stage": 2, "parallel": {**PIPELINE, "pipeline_chunks": 2}, "model": {"num_layers": 4, "norms": "post"},
+            "stage": 2, "parallel": {**PIPELINE, "pipeline_chunks": 2, "shard_size": 1},
+            "model": {"num_layers": 4, "norms": "post"},
         },
     ),
     "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}, "model": GEMMA}),
@@ -125,7 +126,7 @@ IN_8_BITS = [
     "experts 2 x context 2, hybrid 2 x 2, recomputed, ZeRO 1, offload",
     "experts 2 x TP 2, halves, ZeRO 2",
     "experts 4 x TP 4, selective, ZeRO 1",
-    "PP 2 in chunks, ZeRO 2",
+    "PP 2 in chunks, copies, ZeRO 2",
 ]
 """The layouts whose first step is also taken in 8 bits: each axis, and each engine of weights."""
 
