@@ -402,5 +402,6 @@ def _chosen(experts: ExpertsConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _in_words(qk_norm: QKNorm, model: Mapping[str, Any]) -> str:
-    settings = [f"model.{key} {str(value).lower()}" for key, value in model.items()]
+    said = {key: value if isinstance(value, str) else str(value).lower() for key, value in model.items()}
+    settings = [f"model.{key} {value}" for key, value in said.items()]
     return ", ".join([f"attention.qk_norm {qk_norm}", *settings])

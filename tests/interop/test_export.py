@@ -23,10 +23,11 @@ from prepare_inputs import TEXTS, published_tokenizer
 from runs import sagetrain
 from sagetrain.config import ConfigError
 from sagetrain.config.errors import CheckpointError
-from sagetrain.config.schema import AttentionConfig, RopeScaling
+from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop import exporting
 from sagetrain.interop.exporting import export
+from sagetrain.interop.families import family_of
 from sagetrain.interop.huggingface import config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.rotary import rotary_tables
@@ -116,6 +117,15 @@ def test_qk_norm_after_rope_has_no_class_there(runs: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"qk_norm after_rope: .* no class .* Qwen3: attention.qk_norm before_rope"):
         export(runs / "after", tmp_path / "out")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_pattern_that_no_class_has_is_named_as_it_was_given() -> None:
+    model = ModelConfig(
+        num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, tie_embeddings=True,
+        delta_net={"key_heads": 2, "pattern": "DF"},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model.delta_net.pattern DF: transformers has no class"):
+        family_of(model, AttentionConfig())
 
 
 def test_nothing_half_written_is_left(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
