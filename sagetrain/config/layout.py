@@ -196,7 +196,7 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         (ranks > 1, "parallel.expert_parallel_size", ranks,
          "replays of exchanges between experts failed their test on two GPUs", "use 1"),
         (untried and stage > 1, "parallel.zero_stage", stage,
-         "reductions of every micro-step were not timed, and cuda_graphs: on records them", "use 0 or 1"),
+         "auto does not choose yet, and cuda_graphs: on records micro-steps", "use 0 or 1"),
         (stage > 1 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
          f"copies of shards would be reduced in every micro-step at zero_stage {stage}", "use null, or zero_stage 1"),
         (stage > 2 and cfg.model.experts is not None, "parallel.zero_stage", stage,
@@ -207,7 +207,7 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         (stage > 1 and stages > 1, "parallel.pipeline_parallel_size", stages,
          f"hooks of FSDP2 run in every pass at zero_stage {stage}", "use 1, or zero_stage 1"),
         (untried and stages > 1, "parallel.pipeline_parallel_size", stages,
-         "passes of pipelines were not timed, and cuda_graphs: on records them", "use 1"),
+         "auto does not choose yet, and cuda_graphs: on records passes", "use 1"),
         (cfg.model.delta_net, "model.delta_net.pattern", cfg.model.delta_net and cfg.model.delta_net.pattern,
          "fla reads the lengths of documents on the host", "use model.delta_net: null"),
     )  # fmt: skip

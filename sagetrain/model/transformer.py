@@ -156,7 +156,7 @@ class Transformer(nn.Module):
                     groups,
                     matmuls=own,
                     sequence_parallel=sequence_parallel,
-                    dear=walks.DEAR.get(activation_checkpointing, ()),
+                    dear=walks.dear_of(activation_checkpointing),
                     share=self.share,
                     dtype=dtype,
                     device=meta,

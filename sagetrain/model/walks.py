@@ -138,11 +138,15 @@ DEAR: dict[object, tuple[str, ...]] = {
 """The operators whose results blocks keep, by the setting of activation checkpointing. In the others, blocks keep
 everything or nothing."""
 
-# The hooks with which FSDP gathers experts mark spans of time for profilers. In the second pass of a block they may
-# mark one more, because no forward pass has begun, and torch 2.13 refuses operators that the first pass lacked.
-SAC_IGNORED_OPS.update(
-    (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
-)
+_MARKS = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
+
+
+def dear_of(activation_checkpointing: object) -> tuple[str, ...]:
+    """Return the operators whose results blocks keep and do not compute again."""
+    # The hooks with which FSDP gathers experts mark spans of time for profilers. In the second pass of a block they may
+    # mark one more, because no forward pass has begun, and torch 2.13 refuses operators that the first pass lacked.
+    SAC_IGNORED_OPS.update(_MARKS)
+    return DEAR.get(activation_checkpointing, ())
 
 
 def _policy(dear: tuple[str, ...], ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
