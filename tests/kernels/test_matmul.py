@@ -123,7 +123,7 @@ def _check_head(groups: ParallelGroups, sequence_parallel: bool, labels: Tensor 
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     x, weight = _random(9, TOKENS, HIDDEN), _leaf(3, VOCAB, HIDDEN)
     own = x[tokens].requires_grad_()
-    out = head(start_enter(own, groups, sequence_parallel), labels)
+    out = head([start_enter(own, groups, sequence_parallel)], labels)
     out.sum().backward()
 
     logits = Dense.apply(x.requires_grad_(), weight)

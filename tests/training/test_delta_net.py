@@ -46,4 +46,4 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     table = sagetrain("diagnose", tmp_path / "whole").stdout
     assert "largest relative L2 of dS: layer 3" in table and "0.attention.qkv" in table
     refused = sagetrain("export", tmp_path / "whole", tmp_path / "folder")
-    assert refused.returncode != 0 and "model.delta_net.pattern dddf" in refused.stdout + refused.stderr
+    assert refused.returncode != 0 and "model.delta_net.pattern DDDF" in refused.stdout + refused.stderr
