@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import late_copies
 import tiny
 from distributed import run_distributed
-from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
+from runs import check_killed, sagetrain
 from sagetrain.config import RunConfig
 from sagetrain.config.errors import TrainingError
 from sagetrain.config.layout import Layout
@@ -532,15 +532,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
         "training": {"dtype": "bf16"},
         "evaluation": {"every_tokens": 2560},
     }
-    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=12, **sections)
-    finish("deepspeed", whole)
-    # With a save after every step, one is being written when the kill comes.
-    every_step = {"every_tokens": 256}
-    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=12, **sections, checkpoint=every_step)
-    assert when("ranks", cut, reached(cut, 6), kill_all) != 0
-    finish("ranks", cut)
-    assert "resumed from step-" in log_of(cut)
-    check_same(tmp_path / "cut", tmp_path / "whole", 12)
+    check_killed(tmp_path, corpus, 12, 6, sections, launcher="deepspeed")
     settings = json.loads((tmp_path / "cut/fsdp.json").read_text())
     assert settings["reshard_after_forward"] is True and settings["offload"] == "all"
     rows = map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines())

@@ -198,3 +198,19 @@ def check_same(run_dir: Path, reference: Path, steps: int = STEPS) -> None:
     assert [key for key in ours if not ours[key].equal(theirs[key])] == []
     assert training_rows(run_dir) == training_rows(reference)
     assert [row["step"] for row in training_rows(run_dir)] == list(range(1, steps + 1))
+
+
+def check_killed(
+    folder: Path, corpus: Path, steps: int, killed_at: int, sections: dict, launcher: str = "ranks"
+) -> None:
+    """Train a run to its end, and another one that is killed on the way and continued, with the same bits. They are
+    `whole` and `cut` in `folder`. The first one is started by `launcher`."""
+    whole = write_config(folder / "whole.yaml", corpus, folder / "whole", steps=steps, **sections)
+    finish(launcher, whole)
+    # With a save after every step, one is being written when the kill comes.
+    every_step = {"every_tokens": 256}
+    cut = write_config(folder / "cut.yaml", corpus, folder / "cut", steps=steps, **sections, checkpoint=every_step)
+    assert when("ranks", cut, reached(cut, killed_at), kill_all) != 0
+    finish("ranks", cut)
+    assert "resumed from step-" in log_of(cut)
+    check_same(folder / "cut", folder / "whole", steps)

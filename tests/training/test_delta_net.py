@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runs import check_same, finish, kill_all, log_of, reached, rows_of, sagetrain, when, write_config
+from runs import check_killed, log_of, rows_of, sagetrain
 
 SECTIONS: dict[str, dict] = {
     "model": {"delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}, "num_layers": 4},
@@ -25,15 +25,8 @@ SECTIONS: dict[str, dict] = {
 def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     """The monitor measures the only layer with attention. `eval`, `generate` and `diagnose` take the checkpoint, and
     `export` has no class for it."""
-    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=8, **SECTIONS)
-    finish("ranks", whole)
-    assert "gated delta net in plain torch, since there is no GPU" in log_of(whole)
-    every_step = {"every_tokens": 256}
-    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=8, **SECTIONS, checkpoint=every_step)
-    assert when("ranks", cut, reached(cut, 4), kill_all) != 0
-    finish("ranks", cut)
-    assert "resumed from step-" in log_of(cut)
-    check_same(tmp_path / "cut", tmp_path / "whole", 8)
+    check_killed(tmp_path, corpus, 8, 4, SECTIONS)
+    assert "gated delta net in plain torch, since there is no GPU" in log_of(tmp_path / "whole.yaml")
     rows = rows_of(tmp_path / "whole")
     trained = [row for row in rows if "train/loss" in row]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]

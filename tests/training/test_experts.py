@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runs import check_same, finish, kill_all, log_of, reached, rows_of, sagetrain, when, write_config
+from runs import check_killed, rows_of, sagetrain
 from sagetrain.report.page import render
 from sagetrain.report.read import read_runs
 
@@ -30,14 +30,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     """Two ranks have the experts between them, the router is fp32, its states move, and evaluation in between is no
     load. Rows of experts lack room in the first step of each process. `eval` and `generate` take the checkpoint in one
     process."""
-    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=8, **SECTIONS)
-    finish("ranks", whole)
-    every_step = {"every_tokens": 256}
-    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=8, **SECTIONS, checkpoint=every_step)
-    assert when("ranks", cut, reached(cut, 4), kill_all) != 0
-    finish("ranks", cut)
-    assert "resumed from step-" in log_of(cut)
-    check_same(tmp_path / "cut", tmp_path / "whole", 8)
+    check_killed(tmp_path, corpus, 8, 4, SECTIONS)
     events = rows_of(tmp_path / "whole", "events")
     assert [(event["step"], event["room"]) for event in events if event["kind"] == "room"] == [(0, 2.0)]
     rows = rows_of(tmp_path / "whole")
