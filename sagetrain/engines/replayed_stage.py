@@ -103,8 +103,8 @@ class _Slots:
         return replace(batch, cu_seqlens=torch.cat([bounds, more]), max_seqlen=batch.tokens.shape[1])
 
     def take(self, step: _ReplayedStep, number: int, micro: int) -> _Slot | None:
-        """Return a free slot, with the recorded passes of a micro-batch through a chunk. None: the host launches
-        them."""
+        """Return a free slot, with the recorded passes of a micro-batch through a chunk and its arguments in place.
+        None: the host launches them."""
         if self._state is None or self.recorder.refusal:
             return None
         inputs = step.batches[micro].inputs(torch.device("cpu"), self._passes.groups)
@@ -118,6 +118,7 @@ class _Slots:
         fits = [slot for slot in free if number in slot.passes and slot.passes[number].key == key]
         if fits:
             free.remove(fits[-1])
+            fits[-1].passes[number].inputs.write(inputs)
             return fits[-1]
         slot = free.pop() if free else _Slot(self.recorder.pool(), {})
         slot.passes.pop(number, None)
@@ -191,7 +192,6 @@ class _ReplayedStep(StageStep):
             with self.slots.recorder.repeatable():
                 return super().forward(number, micro, streams)
         passes = slot.passes[number]
-        passes.inputs.write(self.batches[micro].inputs(torch.device("cpu"), self._passes.groups))
         passes.forward.replay()
         return passes.made
 
