@@ -329,8 +329,9 @@ def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
     if meant := key_meant(name, _dotted(path[:-1])):
         return f"; {meant}"
     near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)
-    if near:
-        return f"; did you mean {_dotted((*path[:-1], near[0]))}?"
+    near = near or [field for field in section.model_fields if field.endswith(f"_{name}")]
+    if 1 <= len(near) <= 2:
+        return f"; did you mean {' or '.join(_dotted((*path[:-1], field)) for field in near)}?"
     last_parts = {key.rpartition(".")[2]: key for key in reversed(known)}
     near = difflib.get_close_matches(name, last_parts, 1, cutoff=0.8)
     near = near or [part for part in last_parts if part.endswith(f"_{name}")]

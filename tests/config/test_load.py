@@ -270,6 +270,7 @@ def test_aliases_of_aliases_do_not_grow(tmp_path):
     ("training.micro_batch_size=8", "unknown key; did you mean data.micro_batch_size? training takes {run_dir, "),
     ("data.micro_batchsize=8", "unknown key; did you mean data.micro_batch_size?\n"),
     ("lr_schedule.warmup_token=8", "unknown key; did you mean lr_schedule.warmup_tokens?\n"),
+    ("model.delta_net={key_heads: 2, heads: 4}", "did you mean model.delta_net.key_heads or model.delta_net.value_heads?\n"),
     ("optimizer.lr=[1", "override optimizer.lr=[1: not valid YAML"),
     ("optimizer.lr=fast", 'override optimizer.lr=fast: optimizer.lr = "fast": must be a number above 0'),
     ("tokens_per_step={schedule: constant, tokns: 3}", "did you mean tokens_per_step.tokens?"),

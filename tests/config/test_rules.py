@@ -84,6 +84,8 @@ CASES = [
      "delta_net_width", "error", "model.delta_net.key_dim", "24: is not a multiple of 16 up to 256", "use 64 or 128"),
     ({"model": {"num_layers": 3, "delta_net": {"key_heads": 2}}}, 1,
      "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first 3 letters, one a layer", "use a pattern with D and F"),
+    ({"model": {"num_layers": 1, "delta_net": {"key_heads": 2}}}, 1,
+     "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first letter, one a layer", "use model.num_layers 2 or more, or"),
     ({"model": {"num_layers": 4, "delta_net": {"key_heads": 2}}, "training": {"cuda_graphs": "on"}}, 1,
      "cuda_graphs_off", "error", "training.cuda_graphs", "fla reads the lengths of documents on the host", "model.delta_net: null"),
     ({"model": {"experts": {**EXPERTS, "per_token": 9}}}, 1,

@@ -47,10 +47,12 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             )
     kinds = {layer.delta_net is None for layer in layers(cfg.model)}
     if len(kinds) == 1 and cfg.model.windows is None:
-        lacking = "D" if kinds == {True} else "F"
+        lacking, count = "D" if kinds == {True} else "F", cfg.model.num_layers
+        both = "a pattern with D and F among these letters" if count > 1 else "model.num_layers 2 or more"
         yield About("delta_net_pattern", f"{key}.pattern", delta.pattern).error(
-            f"has no {lacking} in the first {cfg.model.num_layers} letters, one a layer: a hybrid has both",
-            f"use a pattern with D and F among these letters, or {key}: null",
+            f"has no {lacking} in the first {f'{count} letters' if count > 1 else 'letter'}, one a layer: a hybrid has "
+            "both",
+            f"use {both}, or {key}: null",
         )
     if (again := cfg.training.activation_checkpointing) in ("selective", "attention", "auto"):
         yield About("not_proven_with_delta_net", "training.activation_checkpointing", again).error(
