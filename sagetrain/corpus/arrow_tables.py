@@ -19,7 +19,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.blocks import head, on_disk
 from sagetrain.corpus.chunk import Chunk, loads, root_of, value_at
 from sagetrain.corpus.files import Wanted, check_columns
-from sagetrain.corpus.kinds import HEAD, check_head
+from sagetrain.corpus.kinds import check_head
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
@@ -38,7 +38,7 @@ def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
                 yield rows_of(str(path), batch, number, columns, wanted.fields, names, done)
                 number += len(batch)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        begin = head(on_disk(path), HEAD)
+        begin = head(on_disk(path))
         if is_other := bool(begin) and not begin.startswith(b"PAR"):
             check_head(str(path), begin)
         fix = "name it by what it is" if is_other else "copy it again, or write it anew"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from codecs import BOM_UTF8, getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
-from sagetrain.corpus.blocks import Content, blocks, lines
+from sagetrain.corpus.blocks import BLOCK, Content, opened
 from sagetrain.corpus.chunk import HASHED_BYTES, Broken, Chunk, Place, no_such_key, root_of
 from sagetrain.corpus.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
 
@@ -76,97 +76,94 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
             out.
         stop: byte after the last one. Records that begin there or later are left out.
     """
-    match kind_of(content.name):
-        case Kind.LINES:
-            return _read_lines(content, place, start, stop)
-        case Kind.JSON:
-            return _read_json(content, place, start, stop)
-        case Kind.TABLE:
-            return _read_table(content, wanted)
-        case _:
-            return _read_text(content, wanted.separator, place, start, stop)
+    name, kind, separator = content.name, kind_of(content.name), wanted.separator
+    before = len(separator) if kind is Kind.TEXT else 1  # Its end is there where a record begins at byte `start`.
+    at = place.offset or max(0, start - before)
+    with opened(content, at) as (file, progress):
+        if not at:
+            check_head(name, file.peek()[:HEAD])
+            at = len(file.read(len(BOM_UTF8))) if file.peek().startswith(BOM_UTF8) else 0
+        chunk = partial(Chunk, f"{name} from byte {start:,}" if start else name)
+        consumed = lambda: progress() - start  # noqa: E731
+        number, resumes = place.records + 1 if place.offset else 1, not compression(name)
+        match kind:
+            case Kind.TABLE:
+                unread, rows = _rows(name, file, wanted)
+                yield from _chunks(partial(chunk, "row", unread=unread), rows, consumed)
+            case Kind.TEXT:
+                if not separator:
+                    _refuse_json(name, file.peek())
+                chunk, resumes = partial(chunk, "document" if separator else "file"), resumes and bool(separator)
+                found = _within(_documents(name, file, separator, at), at, start, stop)
+                yield from _chunks(chunk, found, consumed, number, resumes)
+            case Kind.JSON if not (start or place.offset) and is_array(file.peek()):
+                yield from _chunks(partial(chunk, "element"), _elements(name, file), consumed)
+            case _:
+                found = _within(_lines(file, at), at, start, stop)
+                yield from _chunks(partial(chunk, "line"), found, consumed, number, resumes)
 
 
-def _text_blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield the blocks of a file whose first bytes are text. Raises ConfigError if they are not, or if text or a table
-    holds bytes of zero. Lines that hold some can be left out."""
-    first, zeros_allowed = start == 0, kind_of(content.name) in (Kind.LINES, Kind.JSON)
-    for block, consumed in blocks(content, start):
-        if first:
-            check_head(content.name, block[:HEAD])
-            first = False
-        if not zeros_allowed and b"\0" in block:
-            raise ConfigError(
-                f"{content.name}: holds bytes of zero behind its beginning, as no text does (was writing it cut off by "
-                f"a crash?): take them out (tr -d '\\000'), or leave it out with {spelled('glob')}"
-            )
-        yield block, consumed
+_Read = tuple[Any, int, int, bool]
+"""A record, its size, the byte behind it, and whether it ends there. The next one is then its next part."""
+
+
+def _chunks(
+    chunk: Callable[..., Chunk],
+    records: Iterable[_Read],
+    consumed: Callable[[], int],
+    first: int = 1,
+    resumes: bool = False,
+) -> Chunks:
+    """Gather records into chunks. Each part of a record is a chunk of its own.
+
+    Args:
+        chunk: makes one of the number of its first record and its records.
+        consumed: returns how many bytes of the file have been read.
+        first: the number of the first record.
+        resumes: whether reading can begin at any byte.
+    """
+    gathered: list[Any] = []
+    size, where, key = 0, 0, None
+    for record, length, end, whole in records:
+        if gathered and (size >= CHUNK_BYTES or len(gathered) >= CHUNK_RECORDS or not whole):
+            yield chunk(first, gathered, consumed(), offset=where)
+            first, gathered, size = first + len(gathered), [], 0
+        where = end if resumes and whole else 0
+        if whole and key is None:
+            gathered.append(record)
+            size += length
+            continue
+        continues, key = key is not None, key or record[:HASHED_BYTES]
+        yield chunk(first, [record], consumed(), key, continues, not whole, where)
+        if whole:
+            first, key = first + 1, None
+    if gathered:
+        yield chunk(first, gathered, consumed(), offset=where)
+
+
+def _within(records: Iterable[_Read], at: int, start: int, stop: int | None) -> Iterator[_Read]:
+    """Yield the records that begin at bytes `start` to `stop` - 1. The first one begins at byte `at`."""
+    for record in records:
+        if stop is not None and at >= stop:
+            return
+        if at >= start:
+            yield record
+        _, _, end, whole = record
+        at = end if whole else at
 
 
 # -- lines and arrays --------------------------------------------------------------------------------------------------
 
-_Read = tuple[Any, int, int, int]
-"""A record, its size, how many bytes of the file had been read, and the byte after the record where reading can begin.
-The byte is 0 if reading cannot begin there."""
 
-
-def _chunks(name: str, unit: str, records: Iterable[_Read], first: int = 1, unread: tuple[str, ...] = ()) -> Chunks:
-    """Gather records into chunks. `first` is the number of the first one."""
-    size, gathered = 0, []
-    consumed = offset = 0
-    for record, length, consumed, offset in records:
-        gathered.append(record)
-        size += length
-        if size >= CHUNK_BYTES or len(gathered) >= CHUNK_RECORDS:
-            yield Chunk(name, unit, first, gathered, consumed, offset=offset, unread=unread)
-            first, size, gathered = first + len(gathered), 0, []
-    if gathered:
-        yield Chunk(name, unit, first, gathered, consumed, offset=offset, unread=unread)
-
-
-def _begun(content: Content, place: Place, start: int) -> tuple[str, int]:
-    """Return the name of a part of a file, and the number of the first record that is read of it."""
-    name = f"{content.name} from byte {start:,}" if start else content.name
-    return name, place.records + 1 if place.offset else 1
-
-
-def _read_lines(
-    content: Content, place: Place, start: int, stop: int | None, given: Iterable[tuple[bytes, int]] | None = None
-) -> Chunks:
-    """Yield chunks of whole lines. Of an uncompressed file these are the lines that begin at bytes `start` to `stop` -
-    1. `given` are blocks that the caller has read while it looked at the beginning of the file."""
-    plain = not compression(content.name)
-
-    def found() -> Iterator[_Read]:
-        at = place.offset or start
-        # A part begins at the first line that begins in it, after the end of the line that its first byte is in.
-        cut = bool(start) and not place.offset
-        for line, consumed, rest in lines(given or _text_blocks(content, at - cut)):
-            if plain and stop is not None and at >= stop:
-                return
-            at = consumed - rest if plain else 0
-            if not cut:
-                yield line, len(line), consumed - start, at
-            cut = False
-
-    name, number = _begun(content, place, start)
-    return _chunks(name, "line", found(), number)
+def _lines(file: Iterable[bytes], at: int) -> Iterator[_Read]:
+    for line in file:
+        at += len(line)
+        yield line.removesuffix(b"\n"), len(line), at, True
 
 
 def is_array(head: bytes) -> bool:
     """Whether JSON with this beginning is an array."""
-    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
-def _read_json(content: Content, place: Place, start: int, stop: int | None) -> Chunks:
-    if start or place.offset:
-        return _read_lines(content, place, start, stop)
-    blocks = _text_blocks(content)
-    first = next((each for each in blocks if each[0].strip()), (b"", 0))
-    together = chain([first], blocks)
-    if is_array(first[0]):
-        return _chunks(content.name, "element", _elements(content.name, together))
-    return _read_lines(content, place, start, stop, together)
+    return head.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _is_cut(text: str, error: ValueError | RecursionError) -> bool:
@@ -174,28 +171,23 @@ def _is_cut(text: str, error: ValueError | RecursionError) -> bool:
     return getattr(error, "pos", 0) >= len(text) - _CUT or str(error).startswith("Unterminated string")
 
 
-def _elements(name: str, blocks: Iterator[tuple[bytes, int]]) -> Iterator[_Read]:
-    """Yield the elements of a JSON array as bytes. The file is read block by block, so that only a chunk of them has to
+def _elements(name: str, file: BinaryIO) -> Iterator[_Read]:
+    """Yield the elements of a JSON array as bytes. The file is read piece by piece, so that only a chunk of them has to
     be in memory."""
-    decoder, characters = json.JSONDecoder(parse_int=float), codecs.getincrementaldecoder("utf-8")()
-    text, at, number, consumed, ended = "", 0, 0, 0, False
+    decoder, characters = json.JSONDecoder(parse_int=float), getincrementaldecoder("utf-8")()
+    text, at, number, ended = "", 0, 0, False
 
     def error(what: str) -> ConfigError:
         return ConfigError(f"{name}, after element {number:,} of its JSON array: {what}")
 
-    def more(size: int) -> None:
-        """Read until `size` characters follow the place, or until the end."""
-        nonlocal text, at, consumed, ended
-        parts, there = [text[at:]], len(text) - at
-        while there < size and not ended:
-            block, consumed = next(blocks, (b"", consumed))
-            ended = not block
-            try:
-                parts.append(characters.decode(block, ended))
-            except UnicodeDecodeError as no_text:
-                raise error(f"not UTF-8 (byte {no_text.object[no_text.start]:#04x})") from no_text
-            there += len(parts[-1])
-        text, at = "".join(parts), 0
+    def more() -> None:
+        """Read as much again as follows the place, or a block."""
+        nonlocal text, at, ended
+        block = file.read(max(BLOCK, len(text) - at))
+        try:
+            text, at, ended = text[at:] + characters.decode(block, not block), 0, not block
+        except UnicodeDecodeError as no_text:
+            raise error(f"not UTF-8 (byte {no_text.object[no_text.start]:#04x})") from no_text
 
     def following() -> str:
         """Return the next character that is not white space, and go there. Return "" at the end."""
@@ -204,7 +196,7 @@ def _elements(name: str, blocks: Iterator[tuple[bytes, int]]) -> Iterator[_Read]
             at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
             if at < len(text) or ended:
                 return text[at : at + 1]
-            more(1)
+            more()
 
     following()
     at += 1  # This is the bracket that begins the array.
@@ -220,9 +212,9 @@ def _elements(name: str, blocks: Iterator[tuple[bytes, int]]) -> Iterator[_Read]
             except (ValueError, RecursionError) as wrong:
                 if ended or not _is_cut(text, wrong):
                     raise error(f"not valid JSON: {wrong}") from wrong
-            more(2 * (len(text) - at))
+            more()
         element, at, number = text[at:end], end, number + 1
-        yield element.encode(), len(element), consumed, 0
+        yield element.encode(), len(element), 0, True
         found = following()
         if found not in (",", "]"):
             expected = f", or ] is expected there, not {found!r}" if found else "the array does not end (cut short?)"
@@ -236,47 +228,42 @@ def _elements(name: str, blocks: Iterator[tuple[bytes, int]]) -> Iterator[_Read]
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _read_table(content: Content, wanted: Wanted) -> Chunks:
-    """Yield the rows of a .csv or .tsv, whose first line names the columns. Rows are the texts of one column, or dicts
-    of fields."""
+def _rows(name: str, file: Iterable[bytes], wanted: Wanted) -> tuple[tuple[str, ...], Iterator[_Read]]:
+    """Return the columns of a .csv or .tsv that are not read, and its rows: texts of one column, or dicts of fields.
+    Its first line names the columns."""
     csv.field_size_limit(sys.maxsize)
-    delimiter = DELIMITERS[Path(content.name.lower().removesuffix(compression(content.name))).suffix]
-    progress = [0]
-    reader = csv.reader(_table_lines(content, progress), delimiter=delimiter, strict=True)
-    rows = _rows_of(content.name, reader)
-    names = next(rows, None)
-    if names is None:
-        return
+    delimiter = DELIMITERS[Path(name.lower().removesuffix(compression(name))).suffix]
+    rows = _rows_of(name, csv.reader(_table_lines(name, file), delimiter=delimiter, strict=True))
+    if (names := next(rows, None)) is None:
+        return (), iter(())
     try:
-        check_columns(content.name, names, wanted, nested=False)
+        check_columns(name, names, wanted, nested=False)
     except ConfigError as error:
         other = next((each for each in ";\t|," if each in names[0]), None) if len(names) == 1 else None
         hint = f"; it seems to be separated by {other!r}, and not by {delimiter!r}" if other else ""
         raise ConfigError(f"{error}{hint}") from error
-    read = [name for name in (*wanted.columns, *wanted.optional) if name in names]
-    places = [names.index(name) for name in read]
-    unread = tuple(name for name in names if name not in read) if wanted.fields else ()
+    read = {each: names.index(each) for each in (*wanted.columns, *wanted.optional) if each in names}
 
     def found() -> Iterator[_Read]:
         for row in rows:
             if len(row) == len(names):
-                cells = [row[place] for place in places]
-                record = dict(zip(read, cells, strict=True)) if wanted.fields else cells[0]
-                yield record, sum(map(len, cells)), progress[0], 0
+                record = {each: row[place] for each, place in read.items()}
+                size = sum(map(len, record.values()))
+                yield record if wanted.fields else record[wanted.columns[0]], size, 0, True
             else:
-                yield Broken(f"it has {len(row)} cells, and the first line has {len(names)}"), 0, progress[0], 0
+                yield Broken(f"it has {len(row)} cells, and the first line has {len(names)}"), 0, 0, True
 
-    yield from _chunks(content.name, "row", found(), unread=unread)
+    return tuple(each for each in names if each not in read) if wanted.fields else (), found()
 
 
-def _table_lines(content: Content, progress: list[int]) -> Iterator[str]:
-    for number, (line, consumed, _) in enumerate(lines(_text_blocks(content)), 1):
-        progress[0] = consumed
+def _table_lines(name: str, file: Iterable[bytes]) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        _refuse_zeros(name, line)
         try:
-            yield line.decode() + "\n"
+            yield line.decode()
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"{content.name}, line {number:,}: not UTF-8 (byte {line[error.start]:#04x}); convert the file: iconv "
+                f"{name}, line {number:,}: not UTF-8 (byte {line[error.start]:#04x}); convert the file: iconv "
                 "-f WINDOWS-1252 -t UTF-8, or from what it is written in"
             ) from error
 
@@ -293,6 +280,15 @@ def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
 
 
 # -- plain text --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_zeros(name: str, read: bytes) -> None:
+    """Refuse bytes of zero in text or a table. Lines of JSON that hold some can be left out. Raises ConfigError."""
+    if b"\0" in read:
+        raise ConfigError(
+            f"{name}: holds bytes of zero behind its beginning, as no text does (was writing it cut off by a crash?): "
+            f"take them out (tr -d '\\000'), or leave it out with {spelled('glob')}"
+        )
 
 
 def _refuse_json(name: str, begin: bytes) -> None:
@@ -319,87 +315,45 @@ def _refuse_json(name: str, begin: bytes) -> None:
     )
 
 
-def _read_text(content: Content, separator: bytes, place: Place, start: int, stop: int | None) -> Chunks:
+def _documents(name: str, file: BinaryIO, separator: bytes, at: int) -> Iterator[_Read]:
     """Yield the documents of a text file that have a separator between them, or the whole file if the separator is
-    empty. Of an uncompressed file these are the documents that begin at bytes `start` to `stop` - 1.
+    empty. The first one begins at byte `at`.
 
-    A long document comes in parts, each a chunk of its own, that end with a newline where there is one. In the
-    tokenizers that `sagetrain prepare` trains, newlines are tokens of their own, so the parts have the same tokens as
-    the whole. Other tokenizers may have a token that spans the cut.
+    A long document comes in parts that end with a newline where there is one. In the tokenizers that `sagetrain
+    prepare` trains, newlines are tokens of their own, so the parts have the same tokens as the whole. Other tokenizers
+    may have a token that spans the cut.
     """
-    name, number = _begun(content, place, start)
-    cut = bool(start) and not place.offset
-    at, resumes = place.offset or start, bool(separator) and not compression(content.name)
-    rest, consumed, documents, size = bytearray(), 0, [], 0
-    # This is set while a document is open of which a part was yielded.
-    split_key: bytes | None = None
-    unit = "document" if separator else "file"
-
-    def chunk(records: list[bytes], continues: bool = False, unfinished: bool = False) -> Chunk:
-        where = offset if resumes and not unfinished else 0
-        return Chunk(name, unit, number, records, consumed - start, split_key, continues, unfinished, offset=where)
-
-    offset = at
-    for block, consumed in _text_blocks(content, max(0, at - len(separator)) if cut else at):
-        if not separator and not rest and split_key is None:
-            _refuse_json(content.name, block)
-        rest += block
-        begin = 0
-        while separator and (end := rest.find(separator, begin)) >= 0:
-            document, begin = bytes(rest[begin:end]), end + len(separator)
-            offset = consumed - (len(rest) - begin)
-            if cut:  # This document began in the part before.
-                if offset >= start:
-                    cut = False
-            elif split_key is not None:
-                yield chunk([document], continues=True)
-                number, split_key = number + 1, None
-            else:
-                documents.append(document)
-                size += len(document)
-            if documents and (size >= CHUNK_BYTES or len(documents) >= CHUNK_RECORDS):
-                yield chunk(documents)
-                number, documents, size = number + len(documents), [], 0
-            if stop is not None and not cut and offset >= stop:
-                if documents:
-                    yield chunk(documents)
-                return
-        del rest[:begin]
+    rest, begun = b"", False
+    while block := file.read(BLOCK):
+        _refuse_zeros(name, block)
+        *documents, rest = (rest + block).split(separator) if separator else [rest + block]
+        for document in documents:
+            at += len(document) + len(separator)
+            yield document, len(document), at, True
+            begun = False
         if len(rest) >= CHUNK_BYTES + len(separator):
-            if documents:
-                yield chunk(documents)
-                number, documents, size = number + len(documents), [], 0
             # The rest may be the beginning of a separator.
             limit = len(rest) - max(len(separator) - 1, 0)
             part = rest.rfind(b"\n", 0, limit) + 1 or _character_boundary(rest[:limit])
-            if not cut:
-                continues = split_key is not None
-                split_key = split_key or bytes(rest[:HASHED_BYTES])
-                yield chunk([bytes(rest[:part])], continues, unfinished=True)
-            del rest[:part]
-    offset = consumed
-    if cut:
-        return
-    if split_key is not None:
-        yield chunk([bytes(rest)], continues=True)
-        return
-    if rest or not separator:
-        documents.append(bytes(rest))
-    if documents:
-        yield chunk(documents)
+            at += part
+            yield rest[:part], part, at, False
+            rest, begun = rest[part:], True
+    if rest or begun or not separator:
+        yield rest, len(rest), at + len(rest), True
 
 
 def contains(content: Content, wanted: bytes) -> bool:
     """Whether a file contains these bytes."""
     rest = b""
-    for block, _ in blocks(content):
-        if wanted in (rest := rest + block):
-            return True
-        rest = rest[len(rest) - len(wanted) + 1 :] if len(wanted) > 1 else b""
+    with opened(content) as (file, _):
+        while block := file.read(BLOCK):
+            if wanted in (rest := rest + block):
+                return True
+            rest = rest[len(rest) - len(wanted) + 1 :]
     return False
 
 
-def _character_boundary(data: bytes | bytearray) -> int:
+def _character_boundary(data: bytes) -> int:
     """Return the last position that does not cut a UTF-8 character."""
     for position in range(len(data) - 1, max(len(data) - 4, 0), -1):
         if data[position] & 0xC0 != 0x80:

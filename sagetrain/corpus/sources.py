@@ -297,7 +297,7 @@ class Corpus:
         begin = b""
         if self._looked_at < _LOOKED_AT:
             self._looked_at += 1
-            begin = head(content, HEAD)
+            begin = head(content)
             check_head(str(path), begin)
         if kind is Kind.TEXT:
             self._texts += 1
@@ -305,7 +305,7 @@ class Corpus:
         one_document = kind is Kind.TEXT and not wanted.separator
         whole = Input(str(path), lambda place: read(content, wanted, place), stat.st_size, identity, one_document)
         divisible = kind is Kind.LINES or (kind is Kind.TEXT and wanted.divisible)
-        divisible |= kind is Kind.JSON and not is_array(begin or head(content, HEAD))
+        divisible |= kind is Kind.JSON and not is_array(begin or head(content))
         if divisible and not compression(path):
             whole.part = lambda start, stop: Input(
                 f"{path} from byte {start:,}" if start else str(path),

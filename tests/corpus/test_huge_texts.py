@@ -34,8 +34,9 @@ def test_the_place_in_a_zip_moves_with_what_is_unpacked(tmp_path) -> None:
     (content,) = members(tmp_path / "a.zip", {"a.txt"})
     size = (tmp_path / "a.zip").stat().st_size
     with zipfile.ZipFile(tmp_path / "a.zip") as file:
-        opened = blocks.Content(content.name, lambda: file.open("a.txt"), content.read)
-        places = [place for _, place in blocks.blocks(opened)]
+        content = blocks.Content(content.name, lambda: file.open("a.txt"), content.read)
+        with blocks.opened(content) as (text, read):
+            places = [read() for _ in iter(lambda: text.read(blocks.BLOCK), b"")]
     assert all(after > before for before, after in pairwise(places)) and places[0] < 0.2 * size
     assert 0.5 * size < places[-1] <= size
 

@@ -27,7 +27,7 @@ from prepare_inputs import TEXTS, documents, make_texts, prepare, published_toke
 from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
 from sagetrain.corpus import files, long_texts
-from sagetrain.corpus.blocks import Content, blocks
+from sagetrain.corpus.blocks import Content, opened
 from sagetrain.corpus.records import Pairs
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
@@ -270,7 +270,7 @@ def test_text_is_split_wherever_blocks_end(tmp_path, model, monkeypatch, size):
     """Documents are shorter and longer than a chunk, separators lie on the edges of blocks, some documents are empty,
     and the last one has no end. Each document is on one side of a split, and in one part of a division."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr("sagetrain.corpus.blocks._BLOCK", 1000)
+    monkeypatch.setattr(files, "BLOCK", 1000)
     texts = ["".join(make_texts(size // 40, seed=n))[: size - n] for n in range(12)]
     path = write(tmp_path, "a.txt", "--\n".join(["", *texts[:6], " ", *texts[6:]]).encode())
     corpus = partial(Corpus, TextRequest([path], split_on="--\\n"))
@@ -455,7 +455,8 @@ def test_streams_of_a_file_may_be_padded_with_zeros(suffix: str) -> None:
     for zeros in (0, 4, 1 << 19):
         packed = b"".join(stream + bytes(zeros) for stream in streams)
         content = Content(f"a.jsonl{suffix}", lambda packed=packed: io.BytesIO(packed))
-        assert b"".join(block for block, _ in blocks(content)) == one + other
+        with opened(content) as (file, _):
+            assert file.read() == one + other
 
 
 @pytest.mark.parametrize("name", REFUSED)
