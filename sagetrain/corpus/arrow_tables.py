@@ -39,9 +39,9 @@ def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
                 number += len(batch)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         begin = head(on_disk(path))
-        if is_other := bool(begin) and not begin.startswith(b"PAR"):
-            check_head(str(path), begin)
-        fix = "name it by what it is" if is_other else "copy it again, or write it anew"
+        check_head(str(path), begin)
+        other = begin and not begin.startswith(b"PAR1")
+        fix = "name it by what it is" if other else "copy it again, or write it anew"
         raise ConfigError(f"cannot read {path}: {error}; {fix}") from error
 
 

@@ -16,7 +16,6 @@ from sagetrain.config.errors import ConfigError, some
 T = TypeVar("T")
 _Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 """A function that makes a JSON object of its keys and values."""
-_ARRAY = " (a JSON array? a file of this suffix has one object per line: rename it to end in .json)"
 HASHED_BYTES = 1 << 16
 """The bytes of a document's beginning that decide its side of a train/valid split."""
 
@@ -169,8 +168,7 @@ class Chunk:
                 hint = " (it holds bytes of zero: was writing it cut off by a crash?)"
             raise self.error(number, f"not valid JSON: {error}{hint}") from error
         if not isinstance(value, dict):
-            array = isinstance(value, list) and self.unit == "line" and number == 1
-            raise self.error(number, f"holds {type(value).__name__}, not a JSON object{_ARRAY if array else ''}")
+            raise self.error(number, f"holds {type(value).__name__}, not a JSON object")
         self.repeated.update(repeated)
         return value
 
@@ -194,7 +192,7 @@ def _object_of(line: str, keys: Iterable[str] | None, repeated: set[str]) -> _Pa
 def _hint(line: str, error: ValueError | RecursionError) -> str:
     """Say what the first line of a file may be that is no JSON object."""
     if line[:1] != "{":
-        return _ARRAY if line[:1] == "[" else ""
+        return ""
     if str(error).startswith("Extra data"):
         return " (several objects on one line? write each on a line of its own: jq -c . FILE)"
     if getattr(error, "pos", 0) >= len(line.rstrip()):

@@ -96,7 +96,7 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
                 chunk, resumes = partial(chunk, "document" if separator else "file"), resumes and bool(separator)
                 found = _within(_documents(name, file, separator, at), at, start, stop)
                 yield from _chunks(chunk, found, consumed, number, resumes)
-            case Kind.JSON if not (start or place.offset) and is_array(file.peek()):
+            case Kind.LINES | Kind.JSON if not (start or place.offset) and is_array(file.peek()):
                 yield from _chunks(partial(chunk, "element"), _elements(name, file), consumed)
             case _:
                 found = _within(_lines(file, at), at, start, stop)

@@ -14,15 +14,6 @@ from sagetrain.config.errors import ConfigError, pointer
 HEAD = 1 << 12
 """Number of bytes that are looked at."""
 _SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-_BEGINS = {
-    ".gz": rb"\x1f\x8b",
-    ".bz2": rb"BZh",
-    ".xz": rb"\xfd7zXZ\0",
-    ".zst": rb"\x28\xb5\x2f\xfd",
-    ".tar": rb".{257}ustar",
-    ".zip": rb"PK",
-}
-"""The first bytes of compressed files and of archives, by the suffix of their names."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -52,29 +43,25 @@ MEDIA = frozenset((
 ))  # fmt: skip
 """The suffixes of pictures, sound, film and PDF, which lie beside texts in a folder of notes."""
 _UNPACK = "convert it to text or .jsonl, or leave it out with {glob}"
-# The beginnings of files that are not text: what such a file is, and what to do with it.
+_BEGINS = {
+    ".gz": (rb"\x1f\x8b", "compressed with gzip"),
+    ".bz2": (rb"BZh\d(1AY&SY|\x17rE8P\x90)", "compressed with bzip2"),
+    ".xz": (rb"\xfd7zXZ\0", "compressed with xz"),
+    ".zst": (rb"\x28\xb5\x2f\xfd", "compressed with Zstandard"),
+    ".zip": (rb"PK(\x03\x04|\x05\x06)", "a ZIP archive (Office documents, EPUB and NumPy's .npz are that, too)"),
+    ".tar": (rb"(?s:.{257})ustar", "a tar archive"),
+    ".parquet": (rb"PAR1", "Parquet"),
+}
+"""The first bytes of files that are not text, and what they are, by the suffix that says so."""
+# The beginnings of other files that are not text: what such a file is, and what to do with it.
 _BINARY = {
-    rb"\x1f\x8b": ("compressed with gzip", "rename it so that it ends in .gz"),
-    rb"BZh\d1AY&SY": ("compressed with bzip2", "rename it so that it ends in .bz2"),
-    rb"\xfd7zXZ\0": ("compressed with xz", "rename it so that it ends in .xz"),
-    rb"\x28\xb5\x2f\xfd": ("compressed with Zstandard", "rename it so that it ends in .zst"),
     rb"\x04\x22\x4d\x18|\x1f\x9d|7z\xbc\xaf\x27\x1c|Rar!\x1a\x07|\x5d\0\0[\0-\xff]{2}\xff{8}": (
         "packed in a way that is not read (LZ4, compress, 7-Zip, RAR, LZMA)",
         "unpack it, or pack it as .tar, .zip, .xz or .zst",
     ),
-    rb"PK(\x03\x04|\x05\x06)": (
-        "a ZIP archive (Office documents, EPUB and NumPy's .npz are that, too)",
-        "rename it so that it ends in .zip if it holds text files, or convert it to text",
-    ),
-    rb"(?s:.{257})ustar": ("a tar archive", "rename it so that it ends in .tar"),
-    rb"PAR1": ("Parquet", "rename it so that it ends in .parquet"),
-    rb"\xff{4}..\0\0": (
-        "a stream of Arrow tables, as the datasets library saves them",
-        "name the folder that save_to_disk wrote, with its dataset_info.json",
-    ),
-    rb"ARROW1|ORC|Obj\x01|SQLite format 3\0": (
+    rb"\xff{4}..\0\0|ARROW1|ORC|Obj\x01|SQLite format 3\0": (
         "a table of another kind (Arrow, ORC, Avro, SQLite)",
-        "write it as Parquet, .csv or .jsonl",
+        "write it as Parquet, .csv or .jsonl, or name the folder that save_to_disk wrote",
     ),
     rb"MMIDIDX\0": ("the index of a token file", "it is prepared: give it to data.train[].path"),
     rb"\xff\xfe\0\0|\0\0\xfe\xff": ("UTF-32, not UTF-8", "convert it: iconv -f UTF-32 -t UTF-8"),
@@ -151,30 +138,36 @@ def _in_full(name: str | os.PathLike[str]) -> str:
     return path + _SHORT.get(suffix, suffix)
 
 
+def _binary(head: bytes) -> tuple[str, str]:
+    """Return what a file that is not text is by its first bytes, and what to do with it. Return "" twice if they say
+    nothing."""
+    for suffix, (begin, what) in _BEGINS.items():
+        if re.match(begin, head):
+            other = " if it holds text files, or convert it to text" if suffix == ".zip" else ""
+            return what, f"rename it so that it ends in {suffix}{other}"
+    return next((said for begin, said in _BINARY.items() if re.match(begin, head, re.DOTALL)), ("", ""))
+
+
 def named_otherwise(name: str, head: bytes) -> str:
     """Say that the first bytes of a file, as they are on disk, are those of something else than its name says, or that
     a file which cannot be read is damaged behind them. Return "" if they say nothing."""
     if said := pointer("it", head):
         return f"; {said}"
-    suffix = os.path.splitext(_in_full(name))[1]
-    expected = _BEGINS.get(suffix)
-    if not head:
+    suffix, (what, fix) = os.path.splitext(_in_full(name))[1], _binary(head)
+    if not head or not (what or suffix in _BEGINS):
         return ""
+    if suffix not in _BEGINS or not re.match(_BEGINS[suffix][0], head):
+        what = f"it is {what}" if what else f"its first bytes are not those of a {suffix} file"
+        return f"; {what}: {fix or f'rename it to end without {suffix}, or copy it again'}"
     # The lowest two bits of the fifth byte are the size of the dictionary's number in a frame of zstd.
-    if suffix == ".zst" and re.match(expected or b"", head) and len(head) > 4 and head[4] & 3:
+    if suffix == ".zst" and len(head) > 4 and head[4] & 3:
         return "; it was compressed with a dictionary, which is not in it: decompress it (zstd -d -D DICTIONARY FILE)"
-    if expected and re.match(expected, head, re.DOTALL):
-        return "; it begins as such a file does, so its end is missing or damaged: copy it again"
-    for begin, (what, fix) in _BINARY.items():
-        if re.match(begin, head, re.DOTALL):
-            return f"; it is {what}: {fix}"
-    fix = f"rename it to end without {suffix}, or copy it again"
-    return f"; its first bytes are not those of a {suffix} file: {fix}" if expected else ""
+    return "; it begins as such a file does, so its end is missing or damaged: copy it again"
 
 
 def check_head(name: str, head: bytes) -> None:
-    """Check the first decompressed bytes of a file that is read as lines, JSON, a table or plain text. Raises
-    ConfigError, which says what to do, if they show that the file is something else."""
+    """Check the first decompressed bytes of a file that is no archive. Raises ConfigError, which says what to do, if
+    they show that the file is something else than its name says."""
     if said := pointer(name, head, page=kind_of(name) is not Kind.TEXT):
         raise ConfigError(said)
     if _in_full(name).removesuffix(compression(name)).endswith(".ipynb"):
@@ -182,17 +175,17 @@ def check_head(name: str, head: bytes) -> None:
     for begin, (what, fix) in _MARKED_UP.items():
         if re.match(begin, head):
             raise ConfigError(f"{name}: is {what}; {fix.format(glob=spelled('glob'))}")
-    if _is_text(head):
+    if _is_text(head) or (kind_of(name) is Kind.PARQUET and head.startswith(b"PAR1")):
         return
     if name.endswith(".bin") and os.path.isfile(f"{name.removesuffix('.bin')}.idx"):
         raise ConfigError(f"{name}: is a token file; name it without .bin, in data.train[].path or in eval --data")
-    for begin, (what, fix) in _BINARY.items():
-        if re.match(begin, head, re.DOTALL):
-            # The head is that of the unpacked content, which has no name of its own.
-            if (packed := compression(name)) and fix.startswith("rename"):
-                what = f"{what} when it is unpacked"
-                fix = f"rename it so that it ends in .tar{packed}" if "tar" in what else "unpack it"
-            raise ConfigError(f"{name}: is {what}; {fix}")
+    what, fix = _binary(head)
+    # The head is that of the unpacked content, which has no name of its own.
+    if (packed := compression(name)) and fix.startswith("rename"):
+        fix = f"rename it so that it ends in .tar{packed}" if "tar" in what else "unpack it"
+        what = f"{what} when it is unpacked"
+    if what:
+        raise ConfigError(f"{name}: is {what}; {fix}")
     if b"\0" in head and kind_of(name) is not Kind.LINES:  # A line of zeros may be left out with --skip-bad-lines.
         raise ConfigError(f"{name}: holds bytes of zero, as no text does; {_UNPACK.format(glob=spelled('glob'))}")
 

@@ -25,7 +25,7 @@ from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
 from sagetrain.corpus.destination import written_among
 from sagetrain.corpus.files import Wanted, contains, is_array, read
-from sagetrain.corpus.kinds import HEAD, MEDIA, Kind, check_head, compression, is_file_name, kind_of
+from sagetrain.corpus.kinds import MEDIA, Kind, check_head, compression, is_file_name, kind_of
 from sagetrain.corpus.records import Records
 from sagetrain.corpus.repeats import LONG, long_documents, refuse_copies
 from sagetrain.corpus.request import TextRequest
@@ -52,6 +52,8 @@ class Input:
     size: int | None
     """Bytes on disk, for the progress bar. None: unknown."""
     identity: list[Any]
+    texts: int = 0
+    """The number of plain text files in it."""
     one_document: bool = False
     """Whether this is a plain text file that is not split."""
     part: Callable[[int, int], Input] | None = None
@@ -82,8 +84,7 @@ class Corpus:
         self._refuse_copies = partial(refuse_copies, texts.text_key, bool(self._fields))
         self.notes: list[str] = []
         self.inputs: list[Input] = []
-        self._looked_at = self._texts = self._datasets = self._folders = 0
-        self._text_files: list[Path] = []
+        self._looked_at = self._folders = 0
         self._paths: list[Path] = []
         self._by_inode: dict[tuple[int, int], Path] = {}
         for source in texts.source_texts:
@@ -97,7 +98,7 @@ class Corpus:
         if split_on is not None:
             self._check_separator(split_on, separator)
         for name, given in (("dataset_split", texts.dataset_split), ("dataset_config", texts.dataset_config)):
-            if given not in ("train", None) and not self._datasets:
+            if given not in ("train", None) and not any(each.share for each in self.inputs):
                 raise ConfigError(
                     f"{spelled(name)} {given!r}: none of the sources is a Hugging Face dataset, which it is for; "
                     f"{spelled('glob')} chooses files of a folder"
@@ -187,10 +188,12 @@ class Corpus:
     def _check_separator(self, given: str, separator: bytes) -> None:
         """Check that there is plain text with the separator in it. Archives are not searched. Raises ConfigError if
         there is none."""
-        if not self._texts:
+        texts = [each for each in self.inputs if each.texts]
+        if not texts:
             raise ConfigError(f"{spelled('split_on')} {given!r}: none of the sources is plain text, which it is for")
-        files = self._text_files
-        if len(files) < self._texts or any(contains(on_disk(path), separator) for path in files):
+        files = [Path(each.name) for each in texts]
+        packed = any(kind_of(path) is Kind.ARCHIVE for path in files)
+        if packed or any(contains(on_disk(path), separator) for path in files):
             return
         where = "it" if len(files) == 1 else f"it, nor in the other {len(files) - 1} of plain text"
         fix = "give what stands between its documents"
@@ -285,27 +288,24 @@ class Corpus:
         kind, wanted, content = kind_of(path), self._wanted, on_disk(path)
         if wanted.fields and kind is Kind.TEXT:
             raise self._no_fields(path)
-        if stat.st_size < HEAD or kind is Kind.PARQUET:
-            refuse_pointer(path, page=kind is Kind.PARQUET)
-        identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
         if kind is Kind.PARQUET and (packed := compression(path)):
             raise ConfigError(f"{path}: Parquet is not read out of {packed}; unpack it (it is compressed by itself)")
-        if kind is Kind.PARQUET:
-            from sagetrain.corpus.arrow_tables import read_parquet  # This import loads pyarrow.
-
-            return Input(str(path), lambda place: read_parquet(path, wanted), stat.st_size, identity)
         begin = b""
         if self._looked_at < _LOOKED_AT:
             self._looked_at += 1
             begin = head(content)
             check_head(str(path), begin)
-        if kind is Kind.TEXT:
-            self._texts += 1
-            self._text_files.append(path)
-        one_document = kind is Kind.TEXT and not wanted.separator
-        whole = Input(str(path), lambda place: read(content, wanted, place), stat.st_size, identity, one_document)
-        divisible = kind is Kind.LINES or (kind is Kind.TEXT and wanted.divisible)
-        divisible |= kind is Kind.JSON and not is_array(begin or head(content))
+        identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
+        if kind is Kind.PARQUET:
+            from sagetrain.corpus.arrow_tables import read_parquet  # This import loads pyarrow.
+
+            return Input(str(path), lambda place: read_parquet(path, wanted), stat.st_size, identity)
+        text = kind is Kind.TEXT
+        one_document = text and not wanted.separator
+        whole = Input(str(path), lambda place: read(content, wanted, place), stat.st_size, identity, text, one_document)
+        divisible = (
+            wanted.divisible if text else kind in (Kind.LINES, Kind.JSON) and not is_array(begin or head(content))
+        )
         if divisible and not compression(path):
             whole.part = lambda start, stop: Input(
                 f"{path} from byte {start:,}" if start else str(path),
@@ -317,7 +317,6 @@ class Corpus:
 
     def _archive(self, path: Path, glob: str | None = None) -> Input:
         stat = self._once(path)
-        refuse_pointer(path)
         sizes = names_in(path)
         if glob:
             sizes = {name: size for name, size in sizes.items() if matches(name, glob)}
@@ -333,7 +332,6 @@ class Corpus:
             if kind is Kind.TEXT and self._wanted.fields:
                 raise self._no_fields(f"{path}/{name}")
         texts = sum(kind is Kind.TEXT for kind in kinds.values())
-        self._texts += texts
         one_document = len(chosen) == texts == 1 and not self._wanted.separator
 
         def chunks(place: Place) -> Iterator[Chunk]:
@@ -348,11 +346,10 @@ class Corpus:
 
         names = sha256(os.fsencode("\n".join(sorted(chosen)))).hexdigest()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns, names]
-        return Input(str(path), chunks, stat.st_size, identity, one_document)
+        return Input(str(path), chunks, stat.st_size, identity, texts, one_document)
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
         wanted = self._wanted
-        self._datasets += 1
 
         def share(number: int, count: int) -> Input:
             check_parts(name, load(), number, count)

@@ -91,6 +91,7 @@ SPLIT = SEPARATOR.join(TEXTS).encode()
 KINDS = {
     **{f"lines.jsonl{suffix}": pack(lines(TEXTS)) for suffix, pack in PACK.items()},
     **{f"array.json{suffix}": pack(b"\xef\xbb\xbf \n" + ARRAY + b"\n ") for suffix, pack in PACK.items()},
+    "array.jsonl": ARRAY,
     "dense.JSON": json.dumps([{"text": text} for text in TEXTS], separators=(",", ":")).encode(),
     "LINES.NDJSON.GZ": gzip.compress(lines(TEXTS[:100])) + gzip.compress(lines(TEXTS[100:])),
     "two frames.Jsonl.ZST": zstandard.compress(lines(TEXTS)[:1000]) + zstandard.compress(lines(TEXTS)[1000:]),
@@ -432,7 +433,7 @@ REFUSED = {
     "h.zip": (zipped({}), "no files in it"),
     "j.tar": (tar({"a.txt": b"x"}) + tar({"b.txt": b"y"}), r"j\.tar: something follows the end of the archive"),
     "j.zip": (zipped({"a.txt": b"x"}) + zipped({"b.txt": b"y"}), r"j\.zip: another archive stands before this one"),
-    "k.arrow": (b"\xff\xff\xff\xff\x78\1\0\0\x10\0", "a stream of Arrow tables, .* name the folder that save_to_disk"),
+    "k.arrow": (b"\xff\xff\xff\xff\x78\1\0\0\x10\0", "a table of another kind .* name the folder that save_to_disk"),
     "u.json": (b'{"text": ["a", "b"]}', "'text' holds list, not text; make a record of each of its texts"),
     "i.tar": (tar({"a.txt": b"x"})[:1024] + tar({"a.txt": b"y"}), r"i\.tar: a\.txt is in it twice, .* unpack it"),
     "j.parquet.gz": (gzip.compress(parquet()), r"Parquet is not read out of \.gz; unpack it"),

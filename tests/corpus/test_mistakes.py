@@ -42,11 +42,9 @@ BAD_FILES = {
     "wide.csv": (",".join(f"c{n}" for n in range(9000)).encode(), "the keys are: c0, .*, c39 and 8,960 more. Choose"),
     "nokeys.jsonl": (lines(b"{}"), "line 1: no key 'text'; the keys are: none"),
     "syntax.jsonl": (lines(GOOD, GOOD, b'{"text": "x"'), "line 3: not valid JSON: "),
-    "array.jsonl": (b'[\n{"text": "x"}]', r"line 1: not valid JSON.*rename it to end in \.json"),
     "pretty.json": (b'{\n"text": "x"}', r"line 1: not valid JSON.*one object over several lines.*jq -c"),
-    "list.jsonl": (lines(b'["x"]'), "line 1: holds list, not a JSON object"),
+    "list.jsonl": (lines(b'["x"]'), "element 1: holds str, not a JSON object"),
     "later.jsonl": (lines(GOOD, b'["x"]'), "line 2: holds list, not a JSON object$"),
-    "inline.jsonl": (b'[{"text": "x"}]', r"line 1: holds list, not a JSON object .*rename it to end in \.json"),
     "twice.csv": (b"text,n,text\na,1,b\n", "2 columns have the name 'text', .* rename all but one"),
     "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
     "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\); convert the file: iconv"),
@@ -150,7 +148,7 @@ def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
     write_jsonl(tmp_path / "good.jsonl", ["text"])
     tokenizer = tmp_path / name if "tokenizer" in name else model
     source = tmp_path / ("good.jsonl" if "tokenizer" in name else name)
-    with pytest.raises(ConfigError, match=rf"/{name} is a pointer of {told}"):
+    with pytest.raises(ConfigError, match=rf"/{name}\b.* is a pointer of {told}"):
         quiet([str(source)], tmp_path / "x", tokenizer=tokenizer)
 
 
@@ -286,12 +284,12 @@ def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path, model, monkeypa
     result = prepare([str(tmp_path / name) for name in rows], tmp_path / "x", **options)
     assert result.counts["train"].documents == expected == len(documents(tmp_path / "x"))
     bad = result.counts["train"].bad_lines
-    assert bad == len(rows) + 2  # array.jsonl and pretty.json have two bad lines each.
+    assert bad == len(rows) + 1  # pretty.json has two bad lines.
     assert f"left out {bad} bad lines, the first: {tmp_path}/key.jsonl, line 2: no key 'text'" in said[-1]
     with pytest.raises(ConfigError, match="prepared from other inputs or settings"):
         quiet([str(tmp_path / name) for name in rows], tmp_path / "x", tokenizer=model)
-    with pytest.raises(ConfigError, match=r"no document with text .* \(1 bad line, the first: .*list\.jsonl, line 1"):
-        prepare([str(tmp_path / "list.jsonl")], tmp_path / "y", **options)
+    with pytest.raises(ConfigError, match=r"no document with text .* \(1 bad line, the first: .*python\.jsonl, line 1"):
+        prepare([str(tmp_path / "python.jsonl")], tmp_path / "y", **options)
     (tmp_path / "mixed.jsonl").write_bytes(lines(GOOD, b"oops", b'{"text": 5}'))
     trained = quiet([str(tmp_path / "mixed.jsonl")], tmp_path / "new/z", vocab_size=264, skip_bad_lines=True)
     assert (trained.counts["train"].documents, trained.counts["train"].bad_lines) == (1, 2)
