@@ -3,8 +3,8 @@
     PYTHONPATH=.:kernels:tests/support python results/head-loss/arms.py TEXT OUT --seconds 120
 
 results/experts/runs.py does the work and says what TEXT is and what the options do. The model is dense, of 43M
-parameters; its blocks are in INT8 with INT8 attention in all arms. No test runs this script, and the page names its
-commit.
+parameters; its blocks are in INT8 with INT8 attention in all arms. No test runs this script. results/log/step.md has
+its results ("Then with a common half") and names its commit.
 """
 
 from __future__ import annotations

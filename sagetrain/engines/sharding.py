@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -171,8 +171,9 @@ def units(
     module_of |= {p: module for module in experts for p in module.parameters()}
     module_of |= {p: routers[0] for router in routers for p in router.parameters()}
     names: dict[nn.Module, list[str]] = {module: [] for module in (model, *model.blocks, *experts, *routers[:1])}
-    for name, parameter in model.named_parameters():
-        names[module_of.get(parameter, model)].append(name)
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter in dict.fromkeys(p for module in _children_first(model) for p in module.parameters(recurse=False)):
+        names[module_of.get(parameter, model)].append(name_of[parameter])
     found = [Unit(module, tuple(some), ranks, divisor) for module, some in names.items()]
     if of_experts is not None:
         own = partial(Unit._replace, ranks=of_experts, apart=not called)
@@ -182,6 +183,14 @@ def units(
     if routers:
         found[-1] = found[-1]._replace(others=tuple(routers[1:]), apart=True, wide=True)
     return found
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield all modules in the order in which FSDP packs their parameters. Where a sum is packed decides in which order
+    gloo adds up more than two ranks."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 def _mixtures(model: Transformer) -> list[MoE]:
