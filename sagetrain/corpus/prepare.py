@@ -71,7 +71,8 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     request.check()
     there = Destination.of(request)
     corpus = Corpus(request, there.division, request.records)
-    check_split(corpus, request.valid_fraction)
+    if not request.records:
+        check_split(corpus, request.valid_fraction)
     given = None if request.vocab_size else Tokenizer.load(request.tokenizer or tokenizer_in(there.folder))
     records = settled(request.records, given) if request.records else None
     prefix = given.prefix if given and not (records and records.templated) else []

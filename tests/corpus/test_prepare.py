@@ -146,9 +146,10 @@ def test_a_split_with_nothing_on_one_side(tmp_path, model):
     path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
     with pytest.raises(ConfigError, match=r"no document with text went into this file.* the source was "):
         quiet([str(path)], tmp_path / "train", tokenizer=model, valid_fraction=0.5)
-    few = write_jsonl(tmp_path / "b.jsonl", ["one", "two"])
-    with pytest.raises(ConfigError, match=r"this file: --valid-fraction 0\.001 of 2 documents took none, use a larger"):
-        quiet([str(few)], tmp_path / "train", tokenizer=model, valid_fraction=0.001)
+    few = write_jsonl(tmp_path / "b.jsonl", [*TEXTS[:3], "", None])
+    for fraction, said in ((0.001, "none: use 0.65 or more"), (0.99, "all: use 0.79 or less")):
+        with pytest.raises(ConfigError, match=rf"b\.jsonl: --valid-fraction {fraction} of 3 documents took {said}"):
+            quiet([str(few)], tmp_path / "new/train", vocab_size=10**6, valid_fraction=fraction)
     assert not list(tmp_path.glob("*.bin")) + list(tmp_path.glob("*.idx")) + list(tmp_path.glob("*.partial"))
 
 
