@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import ceil_div, on_device_of
-from .operators import operator
+from .operators import by_device, operator
 from .pieces import INTERPRETED, MAGIC
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -298,6 +298,20 @@ def largest_triton(
     return largest
 
 
+def largest_of_triton(x: Tensor) -> Tensor:
+    """Compute largest_twin of a matrix with rows in one piece, on a GPU."""
+    how = {"TOP": 1, "GATHERS": False, "APART": False, "TILE": LARGEST_TILE}
+    with on_device_of(x):
+        return largest_triton(x, None, None, len(x), 1, ceil_div(len(x), LARGEST_TILE), 0, how)
+
+
+def _largest_fake(x: Tensor) -> Tensor:
+    return x.new_empty(sum(x.shape), dtype=torch.int32)
+
+
+LARGEST_OF = by_device("largest", largest_twin, largest_of_triton, _largest_fake)
+
+
 def quantize_both_triton(x: Tensor, number: torch.dtype, largest: Tensor | None = None) -> tuple[Rounded, Rounded]:
     """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
     arbitrary."""
@@ -306,9 +320,7 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, largest: Tensor | None 
     (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number)
     padded = turned.shape[1]
     with on_device_of(x):
-        if largest is None:
-            how = {"TOP": 1, "GATHERS": False, "APART": False, "TILE": LARGEST_TILE}
-            largest = largest_triton(x, None, None, rows, 1, ceil_div(rows, LARGEST_TILE), 0, how)
+        largest = largest_of_triton(x) if largest is None else largest
         across, down = ceil_div(columns, ROUND["COLUMNS"]), ceil_div(padded, ROUND["ROWS"])
         _round_both_kernel[(across * down,)](
             x, largest, codes, scale, turned, turned_scale,

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .add_norm import ADD_NORM, ADD_NORM_GRADIENTS
+from .casts import LARGEST_OF
 from .refusals import differentiated_once
 from .swiglu import SWIGLU, SWIGLU_GRADIENTS, swiglu
 
@@ -40,6 +42,13 @@ class Measured(NamedTuple):
 
     x: Tensor
     largest: Tensor
+
+
+def measured(x: Tensor | Measured | Pending, wanted: bool) -> Tensor | Measured | Pending:
+    """Return x with its largest magnitudes, or without them. Where they are wanted and not known, a pass finds them."""
+    if isinstance(x, Measured):
+        return x if wanted else x.x
+    return Measured(x, LARGEST_OF(x.detach())) if wanted and isinstance(x, Tensor) else x
 
 
 @dataclass(frozen=True)
@@ -179,7 +188,29 @@ def linear(
             computed.
         kept: the tensors that matmul.keep returned for the present weights, if it was called.
     """
-    return _node(x, weights, matmul, back, group, kept, gated=False)
+    return _node(x, weights, matmul, back, group, kept)
+
+
+def normed_linear(
+    x: Tensor | Measured,
+    weight: Tensor,
+    matmul: Matmul,
+    stream: Tensor,
+    gain: Tensor,
+    eps: float,
+    kept: Sequence[Tensor] = (),
+) -> tuple[Tensor, Measured]:
+    """Return stream + x W^T, and its RMSNorm times a gain: [tokens, in] -> [tokens, out] each.
+
+    The kernels of the addition and the norm leave largest magnitudes behind: that of the result for the next layer,
+    that of the gradients for this one, in one node of autograd.
+
+    Args:
+        stream: [tokens, out], in the dtype of the weight.
+        gain: [out].
+    """
+    summed, normed, largest = _node(x, (weight,), matmul, None, None, kept, (stream, gain), eps=eps)
+    return summed, Measured(normed, largest)
 
 
 def gated_linear(
@@ -210,16 +241,18 @@ def _node(
     back: Collective,
     group: ProcessGroup | None,
     kept: Sequence[Tensor],
-    gated: bool,
+    beside: tuple[Tensor, ...] = (),
+    gated: bool = False,
+    eps: float | None = None,
 ) -> tuple[Tensor, ...]:
     known: tuple[Tensor, ...] = ()
     if isinstance(x, Measured):
         x, largest = x
         known = (largest,) if matmul.measured else ()
     given, result = x if isinstance(x, tuple) else (x, None)
-    plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled(), gated, len(known))
+    plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled(), len(known), gated, eps)
     node = _Linear if matmul.differentiable else _RoundedLinear
-    y: tuple[Tensor, ...] = node.apply(plan, given, result, *known, *weights, *kept)  # type: ignore[no-untyped-call]
+    y: tuple[Tensor, ...] = node.apply(plan, given, result, *known, *beside, *weights, *kept)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -230,16 +263,19 @@ class _Plan(NamedTuple):
     weights: int
     backward: bool
     """Whether there will be a backward pass."""
-    gated: bool
-    """Whether SwiGLU of two products follows, with its largest magnitudes."""
     known: int
     """1 if the largest magnitudes of x are known, else 0."""
+    gated: bool
+    """Whether SwiGLU of two products follows, with its largest magnitudes."""
+    eps: float | None
+    """The eps of the RMSNorm that follows an addition to a stream, with its largest magnitudes. None: neither follows.
+    Stream and gain come before the weights."""
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd's node of `linear` and `gated_linear`. It keeps the tensors that the matmuls read of x, the weights
-    themselves, and before SwiGLU the products. Views of the weights would not do, because ZeRO-3 takes away their
-    content in between."""
+    """Autograd's node of `linear`, `normed_linear` and `gated_linear`. It keeps the tensors that the matmuls read of x,
+    the weights themselves, before SwiGLU the products, and before a norm the sum and the gain. Views of the weights
+    would not do, because ZeRO-3 takes away their content in between."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Any) -> tuple[Tensor, ...]:
@@ -247,24 +283,35 @@ class _Linear(torch.autograd.Function):
         # forward names. Here there are always more.
         given, result, *read = tensors
         known, read = read[: plan.known], read[plan.known :]
+        beside, read = ([], read) if plan.eps is None else (read[:2], read[2:])
         weights, kept = read[: plan.weights], read[plan.weights :]
         x = given if result is None else plan.matmul.unpack(torch.ops._c10d_functional.wait_tensor(result), given.dtype)
         operand, saved = plan.matmul.read(x, *known) if plan.backward else (plan.matmul.operand(x), ())
         made = plan.matmul.forward(operand, weights, kept)
         ctx.plan, ctx.count = plan, len(saved)
-        if not plan.gated:
+        if plan.eps is not None:
+            stream, gain = beside
+            y: tuple[Tensor, ...] = ADD_NORM(stream, *made, gain, plan.eps)
+            made = y[0], gain
+        elif plan.gated:
+            y = SWIGLU(*made)
+        else:
             ctx.save_for_backward(*saved, *read)
             return made
         ctx.save_for_backward(*saved, *read, *made)
-        y: tuple[Tensor, Tensor] = SWIGLU(*made)
-        ctx.mark_non_differentiable(y[1])
+        ctx.mark_non_differentiable(y[-1])
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        matmul, back, group, count, _, gated, known = ctx.plan
+        matmul, back, group, count, _, known, gated, eps = ctx.plan
         tensors = ctx.saved_tensors
-        if gated:
+        of_beside: tuple[Tensor, ...] = ()
+        if eps is not None:
+            *tensors, stream, gain = tensors
+            whole, of_gain, largest = ADD_NORM_GRADIENTS(*grads[:2], stream, gain, eps)
+            prepared, of_beside = matmul.prepare((whole,), largest), (whole, of_gain)
+        elif gated:
             *tensors, gate, up = tensors
             whole, largest = SWIGLU_GRADIENTS(grads[0], gate, up)
             prepared = matmul.prepare((whole,), largest)
@@ -276,7 +323,7 @@ class _Linear(torch.autograd.Function):
         if back is not None:
             grad_x = back(grad_x, group)
         gradients = matmul.weight_gradients(prepared, saved, weights)
-        return None, grad_x, None, *(None,) * known, *gradients, *(None,) * len(kept)
+        return None, grad_x, None, *(None,) * known, *of_beside, *gradients, *(None,) * len(kept)
 
 
 class _RoundedLinear(_Linear):

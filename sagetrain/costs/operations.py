@@ -186,8 +186,12 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     def row(name: str, width: int, saved: int) -> MatmulCost:
         return product(name, hidden, width, column_parallel=False, precision=precisions[name], saved=saved)
 
-    def norm(name: str) -> PassCost:
+    def norm(name: str, behind: str = "") -> PassCost:
+        """Return the cost of a norm. One kernel each way adds what a layer in 8 bits `behind` it made, compiled or not
+        (sagekernels/add_norm.py), and keeps the sum alone."""
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
+        if precisions.get(behind) and rank.tensor == 1 and layer.norms == "pre" and not layer.experts:
+            saved, moved = element * hidden, element * _NORM[0] * stream
         return PassCost(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
 
     def moving(name: str, moved: float, saved: int = 0) -> PassCost:
@@ -251,10 +255,10 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     if layer.delta_net:
         mixer = _delta_net(layer.delta_net, hidden, rank, precisions["qkv"], inputs)
     listed = (
-        norm("attention norm"),
+        norm("attention norm", "down"),
         *mixer,
         *after[:1],
-        norm("MLP norm"),
+        norm("MLP norm", "out"),
         *(_mixture(layer.experts, hidden, rank) if layer.experts else ()),
         *mlp,
         *after[1:],

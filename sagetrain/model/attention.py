@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sagekernels.matmul import Matmul, Pending
+from sagekernels.matmul import Matmul, Measured, Pending
 from sagekernels.qk_norm_rope import qk_norm_rope
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, Projected, TokenLayout
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         return self.qk_norm == "before_rope" and self.function.normalizes and not apart
 
     def project(
-        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
+        self, x_TD: Tensor | Measured | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, normalized and rotated: [T, heads / tp, head_dim] each. If the attention function does
         that, return them as projected: [T, heads / tp * head_dim] each. x comes from start_enter and is [T, hidden]."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sagekernels.matmul import Pending
+from sagekernels.matmul import Measured, Pending
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model import walks
 from sagetrain.model.attention import Attention
@@ -18,8 +18,11 @@ from sagetrain.model.mlp import MLP
 from sagetrain.model.moe import MoE
 from sagetrain.model.norm import NoNorm, RMSNorm, complete, enter_gains, normalize
 from sagetrain.model.walks import BlockStage, Half, Part, Stretch
-from sagetrain.parallel.layers import LinearLayer
+from sagetrain.parallel.layers import LinearLayer, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
+
+NextNorm = RMSNorm | NoNorm | Literal["stream"] | None
+"""The norm that ends a stretch of stages. "stream": a stretch ends without a norm. None: a block is walked alone."""
 
 
 class Block(nn.Module):
@@ -119,15 +122,38 @@ class Block(nn.Module):
             layer.matmul, layer.kept = matmuls.get(name) or layer.in_dtype, ()
         self._read_by(matmuls)
 
-    def stages(self) -> Stretch:
-        """Return all stages, in their order."""
-        before = self.normalize(self.attention_norm), self.project
-        attended = self.made_by(self.attention.out), *self.settled(self.attention_post_norm)
+    @property
+    def measures(self) -> bool:
+        """Whether the norm that the block reads comes with its largest magnitudes (Measured)."""
+        return self.groups.tp_size == 1 and self.attention.qkv.matmul.measured and torch.is_grad_enabled()
+
+    def stages(self, next_norm: NextNorm) -> Stretch:
+        """Return all stages, in their order. For next_norm see `forward`."""
+        before, out = (self.normalize(self.attention_norm), self.project), self.attention.out
         if isinstance(self.mlp, MLP):
-            mlp: list[BlockStage] = [self.normalize(self.mlp_norm), *map(self.made_by, self.mlp.stages)]
-        else:
-            mlp = [self.normalize_own, self.mix]
-        return before, self.attend, (*attended, *mlp, *self.settled(self.mlp_post_norm))
+            attended = *self.added(out, self.attention_post_norm, self.mlp_norm), self.made_by(self.mlp)
+            return before, self.attend, (*attended, *self.added(self.mlp.down, self.mlp_post_norm, next_norm))
+        attended = self.made_by(out), *self.settled(self.attention_post_norm)
+        mlp = self.normalize_own, self.mix, *self.settled(self.mlp_post_norm)
+        return before, self.attend, (*attended, *mlp, self.ended(next_norm))
+
+    def added(self, layer: RowParallelLinear, post_norm: RMSNorm | None, norm: NextNorm) -> list[BlockStage]:
+        """Return the stages that multiply y by a layer, add it to x and normalize the sum. It is one stage where the
+        kernels of the addition and the norm leave largest magnitudes for casts."""
+        measured = self.groups.tp_size == 1 and layer.matmul.measured and torch.is_grad_enabled()
+        if not measured or not isinstance(norm, RMSNorm) or post_norm is not None or layer.bias is not None:
+            return [self.made_by(layer), *self.settled(post_norm), self.ended(norm)]
+
+        def stage(x: Tensor, y: Tensor | Measured, part: Part) -> Half:
+            return Half(*layer.normed(y, x, norm.entered(_gain(part, norm)), norm.eps))
+
+        return [stage]
+
+    def ended(self, norm: NextNorm) -> BlockStage:
+        """Return the stage behind a y that is to be added to x."""
+        if norm is None:
+            return walks.idle
+        return self.end if norm == "stream" else self.normalize(norm)
 
     def settled(self, norm: RMSNorm | None) -> list[BlockStage]:
         """Return the stage that finishes y and normalizes it, with a norm of this block. None: there is none."""
@@ -173,9 +199,7 @@ class Block(nn.Module):
 
         return stage
 
-    def forward(
-        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | NoNorm | Literal["stream"] | None, *halves: Any
-    ) -> tuple[Any, ...]:
+    def forward(self, layouts: Sequence[TokenLayout], next_norm: NextNorm, *halves: Any) -> tuple[Any, ...]:
         """Take two halves, or the whole as one, through the stretch of stages that ends with next_norm. With "stream"
         the stretch ends with the complete residual stream, for another stage of the pipeline.
 
@@ -195,21 +219,17 @@ class Block(nn.Module):
             return walks.selective(self.dear, self._walk, layouts, None, *halves)
         return self._walk(layouts, next_norm, *halves)
 
-    def _walk(
-        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | NoNorm | Literal["stream"] | None, *halves: Any
-    ) -> tuple[Any, ...]:
+    def _walk(self, layouts: Sequence[TokenLayout], next_norm: NextNorm, *halves: Any) -> tuple[Any, ...]:
         norms = [*self.norms, next_norm] if isinstance(next_norm, RMSNorm) else self.norms
         parts = walks.split(layouts, enter_gains(*norms, parts=len(halves)))
-        before, attend, after = self.stages()
+        before, attend, after = self.stages(next_norm)
         if next_norm is None:
-            stretch: Stretch = (walks.idle, *before), attend, (*after, walks.idle)
+            before = walks.idle, *before
             halves = tuple(Half(x, None) for x in halves)
-        else:
-            stretch = before, attend, (*after, self.end if next_norm == "stream" else self.normalize(next_norm))
         if len(halves) == 1:
-            halves = (walks.whole(stretch, *halves, *parts),)
+            halves = (walks.whole((before, attend, after), *halves, *parts),)
         else:
-            halves = walks.staggered(stretch, halves, parts, attend_together=len(layouts) == 1)
+            halves = walks.staggered((before, attend, after), halves, parts, attend_together=len(layouts) == 1)
         if next_norm is not None:
             return halves
         return tuple(x + complete(y, self.groups, self.sequence_parallel) for x, y in halves)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +57,7 @@ class MLP(nn.Module):
         """The linear layers, keyed by name."""
         return {"gate_up": self.gate_up, "down": self.down}
 
-    @property
-    def stages(self) -> list[Callable[[Any], Any]]:
-        """The functions that the input goes through one after the other. The last one starts to sum up the output."""
-        return [self, self.down]
-
-    def forward(self, x_TD: Tensor | Pending) -> Tensor | Measured:
+    def forward(self, x_TD: Tensor | Measured | Pending) -> Tensor | Measured:
         """Return silu(gate(x)) * up(x), [tokens, inner / tp], for `down`. x comes from start_enter and is
         [tokens, hidden]."""
         if self.activation == "geglu":

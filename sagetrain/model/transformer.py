@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from sagekernels.matmul import measured
 from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
 from sagetrain.config.layer_specs import Reach, layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation
@@ -287,9 +288,11 @@ class Transformer(nn.Module):
         first, *others = halves
         halves = [self._normalized(first, norms[blocks.start]), *others]  # the second half is one step behind
         for number in blocks:
+            # Blocks of one kind share a graph, whatever kind of block is before them.
+            halves = [Half(x, measured(y, self._block(number).measures)) for x, y in halves]
             halves = self._call_of(number)(layouts[self.layers[number].attention.reach], norms[number + 1], *halves)
             self._seen(number, halves[0].stream)
-        first, *others = halves
+        first, *others = [Half(x, measured(y, False)) for x, y in halves]
         return [first, *(self._normalized(half, last_norm) for half in others)]
 
     def _block(self, number: int) -> Block:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagekernels.matmul import Matmul, Measured, Pending, gated_linear, linear
+from sagekernels.matmul import Matmul, Measured, Pending, gated_linear, linear, normed_linear
 from sagetrain.parallel.collectives import entering, start_leave
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -135,14 +135,14 @@ class ColumnParallelLinear(ParallelLayer):
         """The matrices, in the order of the outputs."""
         return [getattr(self, name) for name in self.names]
 
-    def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor | Measured | Pending) -> tuple[Tensor, ...]:
         """Multiply x [tokens, in], and return [tokens, out / tp] for each weight."""
         outputs = linear(x, *self._how())
         if self.bias:
             outputs = tuple(y + getattr(self, f"{name}_bias") for name, y in zip(self.names, outputs, strict=True))
         return outputs
 
-    def gated(self, x: Tensor | Pending) -> Tensor | Measured:
+    def gated(self, x: Tensor | Measured | Pending) -> Tensor | Measured:
         """Return silu(gate) * up of the layer's two products, [tokens, out / tp], for a row-parallel layer. The layer
         has no bias."""
         return gated_linear(x, *self._how())
@@ -199,6 +199,11 @@ class RowParallelLinear(ParallelLayer):
         # The first rank adds the bias to the sum, the others add zeros. Each of them gets the gradient of all tokens.
         y = y + (self.bias if self.groups.tp_rank == 0 else self.bias - self.bias.detach())
         return start_leave(y, self.groups, self.sequence_parallel)
+
+    def normed(self, x: Tensor | Measured, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Measured]:
+        """Multiply x on a group of one rank without a bias, add the stream, and normalize the sum. Return the sum and
+        its norm."""
+        return normed_linear(x, self.weight, self.matmul, stream, gain, eps, self.kept)
 
 
 class VocabParallelEmbedding(nn.Module):

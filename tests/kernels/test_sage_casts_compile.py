@@ -4,8 +4,9 @@ import importlib
 import re
 
 import pytest
+import torch
 
-from sagekernels import hopper_projection
+from sagekernels import add_norm, hopper_projection
 from sagekernels.casts import (
     FUSION,
     LARGEST,
@@ -14,7 +15,7 @@ from sagekernels.casts import (
     _round_both_kernel,
     largest_kernel,
 )
-from sass import compiled
+from sass import compiled, resources
 
 # The package has functions of these modules' names.
 qk_norm_rope, swiglu = (importlib.import_module(f"sagekernels.{name}") for name in ("qk_norm_rope", "swiglu"))
@@ -22,6 +23,7 @@ qk_norm_rope, swiglu = (importlib.import_module(f"sagekernels.{name}") for name 
 POINTERS = {"LARGEST": "*i32", **dict.fromkeys(("SCALE", "TURNED_SCALE", "COS", "SIN", "PARTIAL", "SUMS"), "*fp32")}
 NUMBERS = {"eps": "fp32", "scale": "fp32"}
 MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_OUT", "K_OUT", "OF_Q", "OF_K", "OF_V")
+NORM = "X", "Y", "GAIN", "STREAM", "OUT", "OF_STREAM", "OF_NORMED"
 CODES = {"int8": "*i8", "e4m3": "*fp8e4nv"}
 
 
@@ -84,6 +86,20 @@ def test_swiglu_compiles(architecture):
         assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
         moved = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]
         assert moved and all("v4.b32" in line for line in moved)
+
+
+@pytest.mark.parametrize(("columns", "x", "architecture"), [
+    (2048, "*bf16", 80), (2048, "*bf16", 90), (4096, "*bf16", 90), (8192, "*bf16", 100), (512, "*fp32", 90),
+])  # fmt: skip
+def test_addition_and_norm_compile(columns, x, architecture, tmp_path):
+    """Loads of the next row are on their way, and nothing spills."""
+    how = add_norm._how(torch.empty(0, columns, dtype=torch.bfloat16 if x == "*bf16" else torch.float32))
+    types = {**dict.fromkeys(NORM, x), **POINTERS, **NUMBERS}
+    warps = how.pop("num_warps")
+    for kernel in (add_norm.add_norm_kernel, add_norm.add_norm_gradients_kernel):
+        made = compiled(kernel, architecture, how, types, tuple(NUMBERS), num_warps=warps)
+        assert "cp.async" in made.asm["ptx"] and ".v4.b32" in made.asm["ptx"]
+        assert resources(made.asm["cubin"], tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "x", "architecture"), [

@@ -18,8 +18,17 @@ if not INSIDE:
         run_interpreted()
 
 else:
-    from kernel_inputs import call_of, chunk_bounds, random_swiglu, swiglu_gradients_error
+    from interpreted import find
+    from kernel_inputs import (
+        add_norm_errors,
+        call_of,
+        chunk_bounds,
+        random_norm,
+        random_swiglu,
+        swiglu_gradients_error,
+    )
     from qk_inputs import qk_norm_rope_errors, random_qk
+    from sagekernels import add_norm
     from sagekernels.backward import triton_backward
     from sagekernels.call import Projection
     from sagekernels.casts import E4M3, INT8, NUMBERS, largest_twin, quantize_both_triton, quantize_both_twin
@@ -305,6 +314,56 @@ else:
         for x, largest in (swiglu_triton(gate, up), swiglu_gradients_triton(grad, gate, up)):
             for known, found in zip(quantize_both_triton(x, INT8, largest), quantize_both_twin(x, INT8), strict=True):
                 assert torch.equal(known.scale.isnan(), found.scale.isnan()) and known.scale.isnan().any()
+
+    def check_add_norm(dtype):
+        """There is more than one program, with rows left over, and columns that are no power of 2."""
+        magnitudes = (1.0, 1e-2, 0.1) if dtype == torch.float16 else (1.0, 1e-15, 1e15)
+        for (rows, columns), magnitude in zip(((1, 1), (5, 129), (9, 40)), magnitudes, strict=True):
+            inputs = random_norm(rows, columns, magnitude, dtype)
+            wide = [part.repeat(1, 2 + place)[:, :columns] for place, part in enumerate(inputs[:4])]
+            for x, y, of_stream, of_normed in (inputs[:4], wide, [part.t().contiguous().t() for part in inputs[:4]]):
+                made = add_norm.add_norm_triton(x, y, inputs[4], 1e-6)
+                gradients = add_norm.add_norm_gradients_triton(of_stream, of_normed, made[0], inputs[4], 1e-6)
+                assert all(part.is_contiguous() and part.dtype == dtype for part in (*made[:2], *gradients[:2]))
+                # The interpreter truncates to bfloat16.
+                errors = add_norm_errors(inputs, 1e-6, made, gradients)
+                assert max(errors) <= (2 if dtype == torch.bfloat16 else 1), errors
+                for part, largest in (made[1:], gradients[::2]):
+                    assert torch.equal(largest, largest_twin(part))
+                    same_bits(quantize_both_triton(part, INT8, largest), quantize_both_twin(part, INT8))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_addition_and_norm(dtype, monkeypatch):
+        monkeypatch.setattr(add_norm, "TILE", 4)
+        check_add_norm(dtype)
+
+    def test_mistakes_in_addition_and_norm_are_found(monkeypatch):
+        monkeypatch.setattr(add_norm, "TILE", 4)
+        find(monkeypatch, lambda: check_add_norm(torch.float32), add_norm, [
+            ("add_norm_kernel", "bits = magnitudes(normed, NARROW)", "bits = magnitudes(stream, NARROW)"),
+            ("add_norm_kernel", "tl.maximum(of_columns, bits)", "bits"),
+            ("add_norm_kernel", "row * y_stride", "row * x_stride"),
+            ("add_norm_kernel", "tl.minimum(TILE, rows - first)", "tl.minimum(TILE - 1, rows - first)"),
+            ("add_norm_gradients_kernel", "of_gain += ", "of_gain = "),
+            ("add_norm_gradients_kernel", "of_columns = tl.maximum(of_columns, bits)", "of_columns = bits"),
+            ("add_norm_gradients_kernel", "(beside + ", "("),
+            ("add_norm_gradients_kernel", "grad *= gain", "grad *= 1.0"),
+        ])  # fmt: skip
+
+    def test_addition_and_norm_of_what_is_not_finite():
+        """A scale is NaN where a value of its row or column is not finite. Without eps a row of zeros is not."""
+        x, y, of_stream, of_normed, gain = random_norm(9, 40, 1.0, torch.float32)
+        of_stream[3, 4], of_normed[5, 6], x[2, 7] = torch.inf, torch.nan, torch.nan
+        for eps in (0.0, 1e-6):
+            made, twin = (f(x, y, gain, eps) for f in (add_norm.add_norm_triton, add_norm.add_norm_twin))
+            back = add_norm.add_norm_gradients_triton, add_norm.add_norm_gradients_twin
+            gradients, of_twin = (f(of_stream, of_normed, twin[0], gain, eps) for f in back)
+            for (part, largest), expected in ((made[1:], twin[1]), (gradients[::2], of_twin[0])):
+                assert torch.equal(part.isfinite(), expected.isfinite()) and not part.isfinite().all()
+                for known, found in zip(
+                    quantize_both_triton(part, INT8, largest), quantize_both_twin(part, INT8), strict=True
+                ):
+                    assert torch.equal(known.scale.isnan(), found.scale.isnan())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize(("tokens", "heads", "head_dim", "magnitude"), [

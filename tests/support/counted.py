@@ -58,6 +58,10 @@ class Watched(torch.nn.Module):
         self.block, self.attention_norm, self.saved, self.beside = block, block.attention_norm, {}, beside
         self.left: dict[int, TensorWeakRef] = {}
 
+    @property
+    def measures(self) -> bool:
+        return self.block.measures
+
     def forward(self, *inputs):
         before = live_tensors() if self.beside else {}
         with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):

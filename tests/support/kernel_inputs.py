@@ -83,6 +83,40 @@ ACTIVATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """The activations of experts as torch has them, by name."""
 
 
+def random_norm(
+    rows: int, columns: int, magnitude: float, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, ...]:
+    """Return x, y, the gradients of x + y and of its norm, [rows, columns] each, and a gain. Rows and columns have
+    magnitudes of their own. Every seventh row of x + y is zeros."""
+    draw = torch.Generator(device).manual_seed(rows)
+    spread = torch.exp2(torch.randn(rows, 1, generator=draw, device=device)) * magnitude
+    x, y, of_stream, of_normed = (torch.randn(rows, columns, generator=draw, device=device) * spread for _ in range(4))
+    y[1::7] = -x[1::7]
+    gain = 1 + 0.5 * torch.randn(columns, generator=draw, device=device)
+    return (*(tensor.to(dtype) for tensor in (x, y, of_stream, of_normed, gain)),)
+
+
+def add_norm_errors(
+    inputs: Sequence[Tensor], eps: float, made: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[float]:
+    """Return the largest errors of x + y, of its norm, of the gradient of x and of that of the gain, against float64.
+    The unit is what one rounding and float32 before it allow, so 1 is the limit. NaN if any is."""
+    x, y, of_stream, of_normed, gain = (tensor.double() for tensor in inputs)
+    wide = made[0].double()
+    scale = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
+    unit, grad = wide * scale, of_normed * gain
+    normed, along = unit * gain, (grad * unit).mean(1, keepdim=True)
+    of_x, terms = of_stream + scale * (grad - unit * along), (grad * unit).abs().mean(1, keepdim=True)
+    terms = of_stream.abs() + scale * (grad.abs() + unit.abs() * terms)
+    products, last = of_normed * unit, 1e-6
+    return [
+        rounding_errors(made[0], x + y, last * (x + y).abs()),
+        rounding_errors(made[1], normed, last * normed.abs()),
+        rounding_errors(gradients[0], of_x, last * terms),
+        rounding_errors(gradients[1], products.sum(0), last * products.abs().sum(0)),
+    ]
+
+
 def random_choices(loads: Sequence[int], top: int, device: torch.device | str = "cpu") -> Tensor:
     """Return choices [T, top] of so few tokens as possible, of which each expert has its load. A token's choices are
     different, in no order. Where the loads leave places over they are -1, as experts of another rank."""
