@@ -186,11 +186,10 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     def row(name: str, width: int, saved: int) -> MatmulCost:
         return product(name, hidden, width, column_parallel=False, precision=precisions[name], saved=saved)
 
-    def norm(name: str, behind: str = "") -> PassCost:
-        """Return the cost of a norm. One kernel each way adds what a layer in 8 bits `behind` it made, compiled or not
-        (sagekernels/add_norm.py), and keeps the sum alone."""
+    def norm(name: str, before: str = "") -> PassCost:
+        """Return the cost of a norm. Behind a layer in 8 bits (`before`) it keeps the sum alone (add_norm.py)."""
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
-        if precisions.get(behind) and rank.tensor == 1 and layer.norms == "pre" and not layer.experts:
+        if precisions.get(before) and rank.tensor == 1 and layer.norms == "pre" and not layer.experts:
             saved, moved = element * hidden, element * _NORM[0] * stream
         return PassCost(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
 
