@@ -95,8 +95,8 @@ def test_a_model_computes_the_same_bits(linear: dict[str, int], monkeypatch: pyt
 
 
 def test_casts_know_the_largest_magnitudes_of_norms() -> None:
-    """Those that do not are the casts of attention's output and of the gradients of q, k and v. One pass of its own
-    finds those of the first norm."""
+    """The casts of attention's output and of the gradients of q, k and v do not know them. One pass of its own finds
+    those of the first norm."""
     known: list[bool] = []
     passes: list[object] = []
 
