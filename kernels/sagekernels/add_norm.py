@@ -16,11 +16,19 @@ from .launch import ceil_div, on_device_of
 from .operators import by_device
 from .qk_norm_rope import sum_rows, with_rows
 
-# A program has so many rows, one after the other, and loads of the next ones are on their way. A thread has ELEMENTS
-# columns of a row.
-TILE, STAGES = 32, 3
-ELEMENTS = 8
+# A program has a tile of rows, one after the other, and loads of the next ones are on their way. Tiles are such that
+# PROGRAMS programs have all rows, because each one fills its pipeline anew and compares its columns with the others:
+# 132 multiprocessors hold so many at once with 2,048 columns. On an H200 32,768 rows took 159 us forward and 158
+# backward with tiles of 64, 176 and 181 with 32.
+PROGRAMS = 512
+LEAST_ROWS, MOST_ROWS = 8, 64
+# A thread has so many columns of a row. Backward 8 of 4,096 columns took 99 registers of 512 threads, so that a
+# multiprocessor held one program, and 365 us. 16 took 121 of 256, two programs, and 305. Forward 8 leave room for two:
+# 304 us, and 16 took 312.
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 8, 16
 _MOST_WARPS = 32
+# Triton holds all stages but one in shared memory, of which Ada and consumer Blackwell have 99 KiB.
+STAGES, SHARED = 3, 96 << 10
 
 
 def add_norm_twin(x: Tensor, y: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,23 +114,34 @@ def add_norm_gradients_kernel(
     tl.atomic_max(LARGEST + rows + column, widened(of_columns, NARROW), mask=within, sem="relaxed")
 
 
-def _how(like: Tensor) -> dict[str, int]:
-    """Return the constants and options of a launch."""
-    columns = triton.next_power_of_2(like.shape[1])
-    warps = min(_MOST_WARPS, max(1, columns // (32 * ELEMENTS)))
-    how = {"TILE": TILE, "COLUMNS": columns, "STAGES": STAGES, "NARROW": like.dtype == torch.bfloat16}
-    return {**how, "num_warps": warps}
+def _how(like: Tensor, loads: int, elements: int) -> dict[str, int]:
+    """Return the constants and options of a launch that loads so many matrices."""
+    rows, columns = len(like), triton.next_power_of_2(like.shape[1])
+    tile = triton.next_power_of_2(min(MOST_ROWS, max(LEAST_ROWS, rows // PROGRAMS)))
+    stages = min(STAGES, 1 + SHARED // (loads * columns * like.element_size()))
+    how = {"TILE": tile, "COLUMNS": columns, "STAGES": stages, "NARROW": like.dtype == torch.bfloat16}
+    return {**how, "num_warps": min(_MOST_WARPS, max(1, columns // (32 * elements)))}
+
+
+def forward_how(like: Tensor) -> dict[str, int]:
+    """Return the constants and options of the forward kernel."""
+    return _how(like, 2, FORWARD_ELEMENTS)
+
+
+def backward_how(like: Tensor) -> dict[str, int]:
+    """Return the constants and options of the backward kernel."""
+    return _how(like, 3, BACKWARD_ELEMENTS)
 
 
 def add_norm_triton(x: Tensor, y: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute add_norm_twin on a GPU. The norm is within its rounding, the others have its bits."""
     x, y = with_rows(x, y)
     stream, normed, _ = _add_norm_fake(x, y, gain, eps)
-    rows, columns = x.shape
+    (rows, columns), how = x.shape, forward_how(x)
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
     with on_device_of(x):
-        add_norm_kernel[(ceil_div(rows, TILE),)](
-            x, y, gain.contiguous(), stream, normed, largest, rows, columns, x.stride(0), y.stride(0), eps, **_how(x)
+        add_norm_kernel[(ceil_div(rows, how["TILE"]),)](
+            x, y, gain.contiguous(), stream, normed, largest, rows, columns, x.stride(0), y.stride(0), eps, **how
         )
     return stream, normed, largest
 
@@ -133,14 +152,15 @@ def add_norm_gradients_triton(
     """Compute add_norm_gradients_twin on a GPU, within its rounding. The gain's gradient is added up in the same order
     always, and the largest magnitudes are exactly those of the result."""
     of_stream, of_normed = with_rows(of_stream, of_normed)
-    (rows, columns), programs = stream.shape, ceil_div(len(stream), TILE)
+    (rows, columns), how = stream.shape, backward_how(stream)
+    programs = ceil_div(rows, how["TILE"])
     of_x, of_gain = torch.empty_like(stream), torch.empty_like(gain)
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=stream.device)
     partial = torch.empty(programs, columns, dtype=torch.float32, device=stream.device)
     with on_device_of(stream):
         add_norm_gradients_kernel[(programs,)](
             of_stream, of_normed, stream, gain.contiguous(), of_x, partial, largest, rows, columns,
-            of_stream.stride(0), of_normed.stride(0), eps, **_how(stream),
+            of_stream.stride(0), of_normed.stride(0), eps, **how,
         )  # fmt: skip
         sum_rows(partial, of_gain)
     return of_x, of_gain, largest

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagekernels.matmul import Matmul, Pending
+from sagekernels.matmul import Matmul, Measured, Pending
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.delta_rule import DeltaRule
@@ -80,7 +80,7 @@ class DeltaNet(nn.Module):
         return [self.o_norm]
 
     def project(
-        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
+        self, x_TD: Tensor | Measured | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
     ) -> tuple[Tensor, ...]:
         """Return q, k, v, z, a and b, [T, columns] each. Positions are not needed."""
         return *self.qkv(x_TD), *self.gates(x_TD)
