@@ -1,6 +1,8 @@
 """Addition and norm as one node with the linear layer before it: the twin has the bits of autograd, and a model those
 of plain torch."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from sagetrain.parallel.topology import ParallelGroups
 
 SINGLE = ParallelGroups.single()
 SHAPE = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
+HYBRID = {"num_layers": 4, "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 32}}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -64,11 +67,11 @@ def test_the_operators_keep_their_promises() -> None:
 # -- in a model ----------------------------------------------------------------------------------------------------
 
 
-def gradients(matmuls: list, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return the loss and gradients of a model."""
+def gradients(shape: ModelConfig, matmuls: list) -> list[Tensor]:
+    """Return the loss and gradients of a model in float32."""
     attention, device = AttentionConfig(backend="sdpa"), torch.device("cpu")
     model = tiny.transformer(
-        SHAPE, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, device=device
+        shape, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=torch.float32, device=device
     )
     model.keep_weights()
     text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
@@ -77,21 +80,26 @@ def gradients(matmuls: list, dtype: torch.dtype = torch.float32) -> list[Tensor]
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def matmuls(**linear: object) -> list:
+def matmuls(shape: ModelConfig = SHAPE, **linear: object) -> list:
     found, _ = matmuls_of(
-        LinearConfig(precision="int8", **linear), SHAPE, tensor_parallel_size=1, device=torch.device("cpu"),
+        LinearConfig(precision="int8", **linear), shape, tensor_parallel_size=1, device=torch.device("cpu"),
         dtype=torch.float32,
     )  # fmt: skip
     return found
 
 
-@pytest.mark.parametrize("linear", [{}, {"keep_first_blocks": 1}, {"keep_last_blocks": 1}], ids=str)
-def test_a_model_computes_the_same_bits(linear: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("linear", "model"), [
+    ({}, {}), ({"keep_first_blocks": 1}, {}), ({"keep_last_blocks": 1}, {}), ({}, HYBRID),
+], ids=str)  # fmt: skip
+def test_a_model_computes_the_same_bits(
+    linear: dict[str, int], model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 nothing is rounded on the way."""
-    found = gradients(matmuls(**linear))
+    shape = ModelConfig(**SHAPE.model_dump() | model)
+    found = gradients(shape, matmuls(shape, **linear))
     monkeypatch.setattr(Block, "added", lambda block, layer, post_norm, norm: [block.made_by(layer), block.ended(norm)])
     monkeypatch.setattr(Block, "measures", False)
-    assert all(map(torch.equal, found, gradients(matmuls(**linear))))
+    assert all(map(torch.equal, found, gradients(shape, matmuls(shape, **linear))))
 
 
 def test_casts_know_the_largest_magnitudes_of_norms() -> None:
