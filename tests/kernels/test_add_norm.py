@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
@@ -59,9 +59,9 @@ def test_the_twin_has_the_bits_of_autograd() -> None:
 def test_the_operators_keep_their_promises() -> None:
     x, y, of_stream, of_normed, gain = random_norm(9, 20, 1.0, torch.bfloat16)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ADD_NORM, (x, y, gain, 1e-6), test_utils=tests)
-    torch.library.opcheck(ADD_NORM_GRADIENTS, (of_stream, of_normed, x, gain, 1e-6), test_utils=tests)
-    torch.library.opcheck(LARGEST_OF, (x,), test_utils=tests)
+    library.opcheck(ADD_NORM, (x, y, gain, 1e-6), test_utils=tests)
+    library.opcheck(ADD_NORM_GRADIENTS, (of_stream, of_normed, x, gain, 1e-6), test_utils=tests)
+    library.opcheck(LARGEST_OF, (x,), test_utils=tests)
 
 
 # -- in a model ----------------------------------------------------------------------------------------------------
