@@ -81,7 +81,7 @@ def shown(value: Any) -> str:
 
 
 _POINTERS = {"version https://git-lfs": ("Git LFS", "git lfs pull"), "/annex/objects/": ("git-annex", "git annex get")}
-_PAGE = re.compile(r"\ufeff?\s*<(!doctype html|html|head|\?xml)\b", re.IGNORECASE)
+_PAGE = re.compile(r"\ufeff?\s*<(!--|(!doctype html|html|head|title|meta|script|body|div|h1|p|\?xml)\b)", re.IGNORECASE)
 _LOOKED_AT = 256
 """Number of bytes in which these are looked for."""
 

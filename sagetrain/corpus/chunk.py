@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from sagetrain.config.arguments import spelled
-from sagetrain.config.errors import ConfigError, some
+from sagetrain.config.errors import ConfigError, pointer, some
 
 T = TypeVar("T")
 _Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
@@ -166,6 +166,8 @@ class Chunk:
             hint = _hint(line, error) if number == 1 and self.unit == "line" else ""
             if "\0" in line:
                 hint = " (it holds bytes of zero: was writing it cut off by a crash?)"
+            elif said := pointer("it", line):
+                hint = f"; {said}"
             raise self.error(number, f"not valid JSON: {error}{hint}") from error
         if not isinstance(value, dict):
             raise self.error(number, f"holds {type(value).__name__}, not a JSON object")

@@ -49,6 +49,7 @@ BAD_FILES = {
     "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
     "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\); convert the file: iconv"),
     "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "line 1: not valid Unicode: a lone surrogate"),
+    "page.jsonl": (lines(GOOD, b"<html>"), "line 2: not valid JSON: .*; it is a web page"),
     "late.jsonl": (lines(*[GOOD] * 6000, b"oops"), "line 6,001: not valid JSON"),
     "latin.txt": (b"caf\xe9 and more", r"latin\.txt: not UTF-8 \(byte 0xe9\); if it is .* --glob; else convert"),
     "not.jsonl.gz": (GOOD, r"cannot read .*not\.jsonl\.gz: Not a gzipped file"),
@@ -153,7 +154,8 @@ def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
 
 
 @pytest.mark.parametrize(
-    "begin", ["<!DOCTYPE html>\n<html>", "\ufeff\n<HTML lang=en>", "<?xml version='1.0'?>\n<Error>"]
+    "begin",
+    ["<!DOCTYPE html>\n<html>", "\ufeff\n<HTML lang=en>", "<?xml version='1.0'?>\n<Error>", "<!-- saved -->", "<body>"],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.tar", "a.jsonl.gz", "tokenizer.json"])
 def test_a_page_in_place_of_a_file_is_named(tmp_path, model, name, begin):
