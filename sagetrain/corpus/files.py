@@ -78,7 +78,7 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
     """
     name, kind, separator = content.name, kind_of(content.name), wanted.separator
     before = len(separator) if kind is Kind.TEXT else 1  # Its end is there where a record begins at byte `start`.
-    at = place.offset or max(0, start - before)
+    at = begin = place.offset or max(0, start - before)
     with opened(content, at) as (file, progress):
         if not at:
             check_head(name, file.peek()[:HEAD])
@@ -94,12 +94,12 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
                 if not separator:
                     _refuse_json(name, file.peek())
                 chunk, resumes = partial(chunk, "document" if separator else "file"), resumes and bool(separator)
-                found = _within(_documents(name, file, separator, at), at, start, stop)
+                found = _within(_documents(name, file, separator, at), begin, start, stop)
                 yield from _chunks(chunk, found, consumed, number, resumes)
             case Kind.LINES | Kind.JSON if not (start or place.offset) and is_array(file.peek()):
                 yield from _chunks(partial(chunk, "element"), _elements(name, file), consumed)
             case _:
-                found = _within(_lines(file, at), at, start, stop)
+                found = _within(_lines(file, at), begin, start, stop)
                 yield from _chunks(partial(chunk, "line"), found, consumed, number, resumes)
 
 
