@@ -119,7 +119,7 @@ CASES = [
     ({"model": {"experts": EXPERTS}, "linear": {"precision": "int8"}, "data": {"micro_batch_size": 256}, "tokens_per_step": {"schedule": "constant", "tokens": 2**18}}, 1,
      "experts_tokens_in_int8", "error", "data.micro_batch_size", "256: gives experts 262,144 tokens at a time", "linear.precision fp8"),
     ({"parallel": {"expert_parallel_size": 2}}, 2,
-     "no_effect", "warning", "parallel.expert_parallel_size", "2: has no effect with a dense model", "remove it"),
+     "no_experts", "error", "parallel.expert_parallel_size", "2: ranks are to have experts between them", "remove it"),
     ({"model": {"experts": EXPERTS}, "parallel": {"engine": "deepspeed"}}, 1,
      "not_proven_with_experts", "error", "parallel.engine", '"deepspeed": was not proven with model.experts', "use auto or fsdp, or a dense"),
     ({"model": {"rope_scaling": {**STRETCHED, "low_freq_factor": 4}}}, 1,

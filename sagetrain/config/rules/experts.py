@@ -9,7 +9,7 @@ from sagetrain.config.errors import Finding, many
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.linear_sizes import EIGHT_BITS
-from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect, not_proven
+from sagetrain.config.rules.findings import About, divisors, neighbours, not_proven
 from sagetrain.config.schema import ExpertsConfig, RunConfig
 
 _MULTIPLE = 16
@@ -39,7 +39,10 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     ranks = cfg.parallel.expert_parallel_size
     if (experts := cfg.model.experts) is None:
         if ranks > 1:
-            yield no_effect("parallel.expert_parallel_size", ranks, "a dense model (model.experts: null)")
+            yield About("no_experts", "parallel.expert_parallel_size", ranks).error(
+                "ranks are to have experts between them, and a dense model has none (model.experts: null)",
+                "remove it, or give model.experts",
+            )
         return
     yield from _sizes(cfg, experts)
     yield from _ranks(experts, layout, ranks)
