@@ -86,19 +86,20 @@ class Layout:
         if by_deepspeed:
             stage = min(max(stage, int(cfg.training.dtype == "bf16")), 2)
         world_size = world_size or tensor * context * stages
-        refusal = _not_recorded(cfg)
         attention = layers(cfg.model)[0].attention
         gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
-        on_request = cfg.training.cuda_graphs == "on" and refusal is None
-        # At ZeRO 3 the passes of FSDP2 go through its hooks with experts, state in the host's memory, and copies of
-        # shards, which are reduced once a step. A single replica has nothing to fetch, and rows in 16 bits only take
-        # memory, unless its micro-steps are to be recorded.
-        of_default = parallel.offload == "none" and parallel.shard_size is None
-        plain = of_default and cfg.model.experts is None and (replicas > 1 or on_request)
-        rests = not by_deepspeed and (stage < 2 or (stages == 1 and (on_request if stage == 2 else plain)))
+        experts, moe = parallel.expert_parallel_size, cfg.model.experts is not None
+        # A single replica at ZeRO 3 has nothing to fetch, and rows in 16 bits only take memory, unless it is asked for
+        # recordings.
+        lone = stage == 3 and replicas == 1 and cfg.training.cuda_graphs != "on"
+        refusal = _not_recorded(cfg, lone)
+        # At ZeRO 2 and 3 the passes of FSDP2 go through its hooks in pipelines, with state in the host's memory, and
+        # with copies of shards or of experts, which are reduced once a step. At ZeRO 3 they also do with any experts.
+        plain = parallel.offload == "none" and parallel.shard_size is None and stages == 1
+        unhooked = plain and (experts == 1 if stage == 2 else not moe and not lone)
+        rests = not by_deepspeed and (stage < 2 or unhooked)
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
-        experts = parallel.expert_parallel_size
         alone = rests and replicas == 1 and parallel.offload == "none" and experts in (1, tensor)
         shards = 1 if stage == 0 else parallel.shard_size or replicas
         neighbours = tensor * shards
@@ -187,16 +188,14 @@ def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
     return "deepspeed" if cfg.parallel.gradient_reduction == "bf16" else "fsdp"
 
 
-def _not_recorded(cfg: RunConfig) -> Refusal | None:
-    parallel, stage, untried = cfg.parallel, cfg.parallel.zero_stage, cfg.training.cuda_graphs == "auto"
+def _not_recorded(cfg: RunConfig, lone: bool) -> Refusal | None:
+    parallel, stage = cfg.parallel, cfg.parallel.zero_stage
     stages, ranks = parallel.pipeline_parallel_size, parallel.expert_parallel_size
     every = (
         (_engine(cfg) == "deepspeed", "parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step",
          "use fsdp"),
         (ranks > 1, "parallel.expert_parallel_size", ranks,
          "replays of exchanges between experts failed their test on two GPUs", "use 1"),
-        (untried and stage > 1, "parallel.zero_stage", stage,
-         "auto does not choose yet, and cuda_graphs: on records micro-steps", "use 0 or 1"),
         (stage > 1 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
          f"copies of shards would be reduced in every micro-step at zero_stage {stage}", "use null, or zero_stage 1"),
         (stage > 2 and cfg.model.experts is not None, "parallel.zero_stage", stage,
@@ -206,9 +205,9 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
          "use false"),
         (stage > 1 and stages > 1, "parallel.pipeline_parallel_size", stages,
          f"hooks of FSDP2 run in every pass at zero_stage {stage}", "use 1, or zero_stage 1"),
-        (untried and stages > 1, "parallel.pipeline_parallel_size", stages,
-         "auto does not choose yet, and cuda_graphs: on records passes", "use 1"),
         (cfg.model.delta_net, "model.delta_net.pattern", cfg.model.delta_net and cfg.model.delta_net.pattern,
          "fla reads the lengths of documents on the host", "use model.delta_net: null"),
+        (lone, "parallel.zero_stage", stage,
+         "a single replica has its weights once, and recordings need them in 16 bits too", "use 0 to 2"),
     )  # fmt: skip
     return next((Refusal(*rest) for refused, *rest in every if refused), None)

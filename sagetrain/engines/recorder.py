@@ -66,6 +66,7 @@ class Recorder:
         self._weights, self._sums, group = weights, sums, engine.groups.tp_group
         # Collectives by copy engines, if passes use them.
         self._copies = connected.get(group.group_name) if group and engine.groups.tp_size > 1 else None
+        self._by_host = self._largest = 0
         self.refusal = ""
         """The reason why nothing is recorded any more."""
 
@@ -85,21 +86,23 @@ class Recorder:
         that ranks need not agree on that."""
         return self._copies.repeatable() if self._copies else contextlib.nullcontext()
 
-    def record(self, make: Callable[[], None], looks: bool = True) -> frozenset[str] | None:
+    def record(self, make: Callable[[], None], another: bool = False) -> frozenset[str] | None:
         """Call a function that records passes. Return the names of the leaves that get a gradient in them. None: the
         host launches every pass from now on.
 
         Args:
-            looks: ask first whether there is memory for recordings.
+            another: others of this step have been recorded, each in memory of its own.
         """
         sums, refusal = self._sums, ""
         given, added, found = set(sums.given), self._metrics.added(), frozenset[str]()
         sums.given.clear()
         try:
-            refusal = _lacks_memory(self._device, 0 if sums.stays else sums.reduced_bytes) if looks else ""
+            refusal = self._lacks_memory(another)
             if not refusal:
                 sums.stay()
+                free = _free(self._device)
                 make()
+                self._largest = max(self._largest, free - _free(self._device))
                 found = frozenset(sums.given)
                 if self._metrics.added() != added:
                     refusal = "a micro-step adds to the metrics"
@@ -116,6 +119,27 @@ class Recorder:
             self._copies.interrupt()
         self.give_up(refusal)
         return None
+
+    def _lacks_memory(self, another: bool) -> str:
+        """Return "", or that recordings do not fit into the GPU's memory. Recordings keep the memory of a micro-step
+        for themselves, and others need as much for passes that are not recorded, or for the update. With recomputation
+        those of a pipeline stage keep more, so another one looks for as much as the largest one has taken."""
+        device, sums = self._device, self._sums
+        if device.type != "cuda":
+            return ""
+        # A capture cannot free what the caching allocator keeps.
+        torch.cuda.empty_cache()
+        free = _free(device)
+        if another:
+            needed = self._by_host + self._largest
+        else:
+            kept = torch.cuda.memory_allocated(device)
+            self._by_host = torch.cuda.max_memory_allocated(device) - kept
+            needed = 2 * self._by_host + (0 if sums.stays else sums.reduced_bytes)
+            free += torch.cuda.memory_reserved(device) - kept
+        if free >= needed:
+            return ""
+        return f"recordings need {needed / 2**30:.1f} GiB for micro-steps, and {free / 2**30:.1f} GiB are free"
 
     def give_up(self, why: str) -> None:
         """Let the host launch every pass from now on."""
@@ -154,16 +178,6 @@ class Recorder:
         )
 
 
-def _lacks_memory(device: torch.device, beside: int) -> str:
-    """Return "", or that recordings do not fit into a GPU's memory. Recordings keep the memory of a micro-step for
-    themselves, and others need as much for passes that are not recorded, or for the update."""
-    if device.type != "cuda":
-        return ""
-    kept = torch.cuda.memory_allocated(device)
-    needed = 2 * (torch.cuda.max_memory_allocated(device) - kept) + beside
-    # A capture cannot free what the caching allocator keeps.
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - kept
-    if free >= needed:
-        return ""
-    return f"recordings need {needed / 2**30:.1f} GiB for micro-steps, and {free / 2**30:.1f} GiB are free"
+def _free(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory that nobody has, not even the caching allocator."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

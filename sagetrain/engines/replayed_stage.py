@@ -78,13 +78,13 @@ class _Slots:
         self._ran: dict[int, tuple[Any, int]] = {}
         self._steps = self._bounds = 0
         self._state: Any = None
-        self._looked: bool = False
-        """Whether this step has looked for the memory of recordings, or has some of an earlier step."""
+        self._recorded_before: bool = False
+        """Whether there are recordings of this step or an earlier one."""
 
     def begin(self) -> None:
         """Begin a step."""
         self._steps += 1
-        self._looked = any(self._free.values())
+        self._recorded_before = any(self._free.values())
         if self.recorder.refusal:
             self._free = {False: [], True: []}
         state = self.recorder.begin()
@@ -135,8 +135,8 @@ class _Slots:
             self._passes.expect(False)
             slot.passes[number] = self._recorded(slot.record, step, number, micro, key, inputs)
 
-        given = self.recorder.record(make, looks=not self._looked)
-        self._looked = True
+        given = self.recorder.record(make, another=self._recorded_before)
+        self._recorded_before = True
         if given is not None:
             slot.passes[number].given = given
         return given is not None

@@ -473,14 +473,16 @@ def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: s
     assert Layout.of(tiny.config(1)).recorded
 
 
-def test_what_no_gpu_has_timed_is_recorded_on_request() -> None:
-    """`auto` leaves ZeRO 2 and 3 to the host."""
-    for how, recorded in (("auto", False), ("on", True)):
-        training = {"cuda_graphs": how}
+def test_layouts_that_auto_records() -> None:
+    """`on` alone records a single replica at ZeRO 3, which would keep its blocks in 16 bits beside the masters."""
+    for how in ("auto", "on"):
+        training, asked = {"cuda_graphs": how}, how == "on"
         for stage in (2, 3):
             cfg = tiny.config(stage, "bf16", training=training)
-            assert (Layout.of(cfg).recorded, Layout.of(cfg).hooks == "never") == (recorded, recorded)
-            assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, Layout.of(cfg)))
+            for ranks, recorded in ((2, True), (1, asked or stage == 2)):
+                layout = Layout.of(cfg, ranks)
+                assert (layout.recorded, layout.hooks == "never") == (recorded, recorded)
+                assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))
             for sections in ({"parallel": {"shard_size": 1}}, *[{"model": {"experts": EXPERTS}}] * (stage > 2)):
                 kept = Layout.of(tiny.config(stage, "bf16", training=training, **sections), 2)
                 assert not kept.recorded and kept.hooks == "every micro-step"
@@ -488,5 +490,6 @@ def test_what_no_gpu_has_timed_is_recorded_on_request() -> None:
         layout = Layout.of(cfg, 2)
         assert (layout.recorded, layout.hooks) == (True, "never")
         assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))
-        layout = Layout.of(tiny.config(1, "bf16", parallel={"context_parallel_size": 4}, training=training))
-        assert layout.gather == 2 and layout.recorded and layout.not_recorded is None
+        for parallel in ({"context_parallel_size": 4}, {"pipeline_parallel_size": 2}):
+            layout = Layout.of(tiny.config(1, "bf16", parallel=parallel, training=training))
+            assert layout.recorded and layout.not_recorded is None
