@@ -13,12 +13,13 @@ stage  a rank keeps for good     weights are gathered         gradients are redu
 
 - The sharded parameters are the fp32 masters. The model computes with gathered copies in training.dtype. The
 gradients of micro-steps, and of ranks, are summed in fp32.
-- At ZeRO 0 and 1 the engine keeps the gathered copies, renews them, and reduces the sums of gradients itself. No
-micro-step goes through FSDP's hooks, whose time on the host is a quarter of a micro-step's. A single replica has
-nothing to reduce. There the optimizer reads the sums themselves.
+- At ZeRO 0 to 2 the engine keeps the gathered copies, renews them, and reduces gradients itself. No micro-step goes
+through FSDP's hooks, whose time on the host is a quarter of a micro-step's. A single replica has nothing to reduce.
+There the optimizer reads the sums themselves.
 - At ZeRO 3 the engine fetches the weights of blocks itself (passing_blocks.py), without hooks, and inside a host copy
-engines reduce gradients (copied_reduction.py). FSDP's hooks run where there are a single replica, experts, copies of
-shards (shard_size), or weights in the host's memory. They run in pipelines at ZeRO 2.
+engines reduce gradients (copied_reduction.py). FSDP's hooks run there with a single replica or with experts.
+- From ZeRO 2 on FSDP's hooks run with copies of shards (shard_size), with experts that ranks have between them, with
+state in the host's memory, and in pipelines.
 - A block normalizes for the next block, so the gains of all norms belong to the outermost unit of parameters, which
 stays gathered from its forward pass to the end of its backward pass. Each block is a unit of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.
@@ -124,10 +125,10 @@ class FsdpEngine(Engine, StagePasses):
                 adds = layout.reduced == "in every micro-step"
                 reduction = CopiedReduction(*reduced, memory) if memory else Reduction(*reduced, adds)
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
+            timed = cfg.training.cuda_graphs == "auto"
             if record and pipe:
-                self._traversal = ReplayedPipe(self, pipe, dtype, record, whole, sums)
+                self._traversal = ReplayedPipe(self, pipe, dtype, record, whole, sums, timed)
             elif record:
-                timed = cfg.training.cuda_graphs == "auto"
                 self._traversal = Replayed(self, record, whole, sums, timed)
         else:
             self._weights = GatheredWeights(*of_model)

@@ -16,6 +16,7 @@ from sagekernels.graphs import Pool, Record, hooks_of, leave_default_stream
 from sagetrain.config.layout import Refusal
 from sagetrain.engines.gradient_sums import LeafSums
 from sagetrain.engines.model_weights import ResidentWeights
+from sagetrain.engines.replay_times import replays_stay, slowest_of_ranks
 from sagetrain.engines.traversal import Passes
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.copies import connected
@@ -47,7 +48,7 @@ def recorder_of(
         return None, "training.cuda_graphs off"
     if refusal:
         return None, f"{refusal.key} {refusal.value}, where {refusal.why}"
-    if how == "auto" and model.head.loss is not None:
+    if how == "auto" and model.own_loss:
         return None, "a loss of your own may change from one micro-step to the next"
     record = recorder(device)
     return record, "" if record else "no GPU"
@@ -59,9 +60,10 @@ class Recorder:
     Args:
         weights: the weights, which stay in the same memory.
         sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
+        timed: whether micro-steps are timed both ways in the first steps, and replayed later if that is as fast.
     """
 
-    def __init__(self, engine: Passes, weights: ResidentWeights, sums: LeafSums) -> None:
+    def __init__(self, engine: Passes, weights: ResidentWeights, sums: LeafSums, timed: bool) -> None:
         self._model, self._device, self._metrics = engine.model, engine.device, engine.groups.metrics
         self._weights, self._sums, group = weights, sums, engine.groups.tp_group
         # Collectives by copy engines, if passes use them.
@@ -69,6 +71,8 @@ class Recorder:
         self._by_host = self._largest = 0
         self.refusal = ""
         """The reason why nothing is recorded any more."""
+        self.timing = timed
+        """Whether both ways are timed, because none of them is chosen yet."""
 
     def pool(self) -> Record:
         """Return a function that records in memory of its own."""
@@ -140,6 +144,24 @@ class Recorder:
         if free >= needed:
             return ""
         return f"recordings need {needed / 2**30:.1f} GiB for micro-steps, and {free / 2**30:.1f} GiB are free"
+
+    def choose(self, times: tuple[float, float] | None) -> None:
+        """Choose the faster way, as soon as all ranks have timed both; collective.
+
+        Args:
+            times: the seconds of a micro-batch on this rank: see slowest_of_ranks.
+        """
+        found = slowest_of_ranks(times, not self.refusal, self._device)
+        if found is None:
+            return
+        self.timing = False
+        by_host, replayed = found
+        if not by_host:
+            return
+        self._metrics.max("perf/micro_step_by_host_seconds", by_host)
+        self._metrics.max("perf/micro_step_replayed_seconds", replayed)
+        if not self.refusal and not replays_stay(by_host, replayed):
+            self.give_up(f"a replay takes {1e3 * replayed:.2f} ms, and the host's launches {1e3 * by_host:.2f} ms")
 
     def give_up(self, why: str) -> None:
         """Let the host launch every pass from now on."""

@@ -12,72 +12,78 @@ import torch
 import torch.distributed as dist
 
 ENOUGH = 3
-"""The number of micro-steps that are timed each way."""
+"""The number of micro-steps, or of a pipeline's steps, that are timed each way."""
 _SLOWER = 1.02
 """Replays stay unless they take this many times as long: two times of the same differ by as much, and a replay leaves
 the host free."""
 
 
 class ReplayTimes:
-    """The times of one program's micro-steps.
+    """The times of one program's micro-steps, or of whole steps of a pipeline.
 
     A time is the GPU's from one event to another, so nothing waits for it. Where the host launches more slowly than the
-    GPU computes, it is the host's time. What the loader takes is in neither.
+    GPU computes, it is the host's time. What the loader takes is in neither time of a micro-step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_host: list[tuple[Any, Any]] = []
-        self._replayed: list[tuple[Any, Any]] = []
+        self._by_host: list[tuple[Any, Any, int]] = []
+        self._replayed: list[tuple[Any, Any, int]] = []
 
     @property
     def host_known(self) -> bool:
         """Whether enough launches by the host were timed."""
         return len(self._by_host) >= ENOUGH
 
-    @property
-    def known(self) -> bool:
-        """Whether enough micro-steps were timed both ways."""
-        return self.host_known and len(self._replayed) >= ENOUGH
-
     @contextlib.contextmanager
     def timed(self, replayed: bool) -> Iterator[None]:
-        """Time the micro-step inside, unless enough of its kind are timed."""
-        times, begin = self._replayed if replayed else self._by_host, self._mark()
+        """Time the micro-step inside."""
+        begin = self.mark()
         yield
-        if len(times) < ENOUGH:
-            times.append((begin, self._mark()))
+        self.note(replayed, begin)
 
-    def medians(self) -> tuple[float, float]:
-        """Return the seconds of a micro-step by the host and of a replay. The GPU has come past all of them."""
-        both = ([self._seconds(*pair) for pair in times] for times in (self._by_host, self._replayed))
+    def note(self, replayed: bool, begin: Any, micro_batches: int = 1) -> None:
+        """Note the time of these micro-batches since `begin`, which is a mark, unless enough of its kind are known."""
+        times = self._replayed if replayed else self._by_host
+        if len(times) < ENOUGH:
+            times.append((begin, self.mark(), micro_batches))
+
+    def medians(self) -> tuple[float, float] | None:
+        """Return the seconds of a micro-batch by the host and replayed. The GPU has come past all of them. None: not
+        enough were timed both ways."""
+        if not self.host_known or len(self._replayed) < ENOUGH:
+            return None
+        both = ([self._seconds(*each) for each in times] for times in (self._by_host, self._replayed))
         by_host, replayed = map(statistics.median, both)
         return by_host, replayed
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """Mark this place in what the GPU has to do."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds(self, begin: Any, end: Any) -> float:
+    def _seconds(self, begin: Any, end: Any, micro_batches: int) -> float:
         seconds: float = begin.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - begin
-        return seconds
+        return seconds / micro_batches
 
 
-def slowest_of_ranks(times: ReplayTimes | None, timing: bool, device: torch.device) -> tuple[float, float] | None:
+def slowest_of_ranks(
+    times: tuple[float, float] | None, timing: bool, device: torch.device
+) -> tuple[float, float] | None:
     """Return the seconds of a micro-step by the host and of a replay on the slowest ranks. All ranks call it.
 
     Args:
-        times: the times of this rank; None: it has not enough of them.
+        times: the seconds of this rank; None: it has not timed enough.
         timing: whether this rank may still have enough of them in a later step.
 
     Returns:
         the seconds, the same on all ranks. None: a rank needs another step. Seconds are 0 if no rank has times, and
         none will have.
     """
-    by_host, replayed = times.medians() if times else (0.0, 0.0)
+    by_host, replayed = times or (0.0, 0.0)
     waits = times is None and timing
     found = torch.tensor([by_host, replayed, waits], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -16,7 +16,7 @@ from sagetrain.engines.gradient_sums import LeafSums
 from sagetrain.engines.model_weights import ResidentWeights
 from sagetrain.engines.protocol import Observers
 from sagetrain.engines.recorder import PASSES, Recorder
-from sagetrain.engines.replay_times import ReplayTimes, replays_stay, slowest_of_ranks
+from sagetrain.engines.replay_times import ReplayTimes
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.engines.traversal import Passes, Plain
 from sagetrain.model.moe import MoE
@@ -45,27 +45,26 @@ class Replayed(Plain):
         record: the function that records (recorder.recorder).
         weights: the weights, which stay in the same memory.
         sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
-        timed: whether micro-steps are timed both ways in the first steps, and replayed later if that is as fast.
+        timed: see Recorder.
     """
 
     def __init__(self, engine: Passes, record: Record, weights: ResidentWeights, sums: LeafSums, timed: bool) -> None:
         super().__init__(engine)
         self._record, self._weights, self._sums, self._model = record, weights, sums, engine.model
-        self.recorder = Recorder(engine, weights, sums)
-        # The metrics must not change in a recording.
-        self._metrics = engine.groups.metrics
+        self.recorder = Recorder(engine, weights, sums, timed)
         self._programs: list[_Program] = []
         self._steps = 0
         self._rooms: list[int | None] = []
         self._state: Any = None
-        # Both ways are timed until one of them is chosen.
-        self._timing = timed
 
     def run(self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool) -> Tensor:
         """Run forward and backward over all micro-batches of a step: see Plain."""
         self._steps += 1
-        if self._timing:
-            self._choose()
+        if self.recorder.timing:
+            every = (program.times.medians() for program in self._programs)
+            self.recorder.choose(next(filter(None, every), None))
+        if self.recorder.refusal:
+            self._programs.clear()
         if (rooms := [module.room for module in self._model.modules() if isinstance(module, MoE)]) != self._rooms:
             # A room only grows, so what was recorded with the smaller one is never replayed again.
             self._programs.clear()
@@ -96,7 +95,7 @@ class Replayed(Plain):
         program = self._program_of(inputs, last, noise)
         program.inputs.write(inputs)
         # The first step allocates what later steps keep.
-        ran = program.passes >= PASSES and (program.times.host_known or not self._timing)
+        ran = program.passes >= PASSES and (program.times.host_known or not self.recorder.timing)
         if program.recording is None and ran and self._steps > 1 and not self.recorder.refusal:
             self._record_program(program)
         if program.recording is not None:
@@ -111,25 +110,8 @@ class Replayed(Plain):
             program.passes += 1
 
     def _timed(self, program: _Program, counts: bool) -> AbstractContextManager[None]:
-        timing = self._timing and counts
+        timing = self.recorder.timing and counts
         return program.times.timed(program.recording is not None) if timing else contextlib.nullcontext()
-
-    def _choose(self) -> None:
-        """Choose the faster way, as soon as all ranks have timed both; collective."""
-        times = next((program.times for program in self._programs if program.times.known), None)
-        found = slowest_of_ranks(times, not self.recorder.refusal, self._engine.device)
-        if found is None:
-            return
-        self._timing = False
-        by_host, replayed = found
-        if not by_host:
-            return
-        self._metrics.max("perf/micro_step_by_host_seconds", by_host)
-        self._metrics.max("perf/micro_step_replayed_seconds", replayed)
-        if not self.recorder.refusal and not replays_stay(by_host, replayed):
-            why = f"a replay takes {1e3 * replayed:.2f} ms, and the host's launches {1e3 * by_host:.2f} ms"
-            self.recorder.give_up(why)
-            self._programs.clear()
 
     def _launch(self, program: _Program) -> None:
         with self.recorder.repeatable(), program.noise.micro_batch() if program.noise else contextlib.nullcontext():

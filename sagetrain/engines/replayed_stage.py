@@ -24,6 +24,7 @@ from sagetrain.engines.model_weights import ResidentWeights
 from sagetrain.engines.piped import Piped, StagePasses, StageStep
 from sagetrain.engines.protocol import Observers
 from sagetrain.engines.recorder import PASSES, Recorder
+from sagetrain.engines.replay_times import ReplayTimes
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.model.moe import MoE
 from sagetrain.parallel.orders import Action
@@ -68,11 +69,16 @@ class _Slots:
         record: records backward passes.
         weights: the weights, which stay in the same memory.
         sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
+        timed: see Recorder.
     """
 
-    def __init__(self, passes: StagePasses, record: Record, weights: ResidentWeights, sums: LeafSums) -> None:
+    def __init__(
+        self, passes: StagePasses, record: Record, weights: ResidentWeights, sums: LeafSums, timed: bool
+    ) -> None:
         self._passes, self._record, self.sums = passes, record, sums
-        self.recorder = Recorder(passes, weights, sums)
+        self.recorder = Recorder(passes, weights, sums, timed)
+        self.times = ReplayTimes(passes.device)
+        self._ways: set[str] = set()
         # The last chunk keeps gradients of the output projection too, so its slots are not those of others.
         self._free: dict[bool, list[_Slot]] = {False: [], True: []}
         self._ran: dict[int, tuple[Any, int]] = {}
@@ -84,6 +90,9 @@ class _Slots:
     def begin(self) -> None:
         """Begin a step."""
         self._steps += 1
+        self._ways.clear()
+        if self.recorder.timing:
+            self.recorder.choose(self.times.medians())
         self._recorded_before = any(self._free.values())
         if self.recorder.refusal:
             self._free = {False: [], True: []}
@@ -91,6 +100,12 @@ class _Slots:
         rooms = [module.room for module in self._passes.model.modules() if isinstance(module, MoE)]
         # An only micro-step's gradients are reduced as they are, and not in any recording.
         self._state = (*state, rooms) if state and self.sums.needed else None
+
+    def ended(self, begin: Any, micro_batches: int) -> None:
+        """Note the time of a step since `begin`, if all of its passes went the same way. Stages wait for each other, so
+        that a pass alone says little."""
+        if self.recorder.timing and self._ways in ({"host"}, {"replay"}):
+            self.times.note("replay" in self._ways, begin, micro_batches)
 
     def padded(self, batch: Batch) -> Batch:
         """Return a micro-batch whose bounds of documents are as many as the most so far, so that few shapes are
@@ -113,13 +128,19 @@ class _Slots:
         ran = ran if known == key else 0
         if ran < PASSES or self._steps == 1:  # The first step allocates what later steps keep.
             self._ran[number] = key, ran + 1
+            self._ways.add("first passes")
+            return None
+        if self.recorder.timing and not self.times.host_known:
+            self._ways.add("host")
             return None
         free = self._free[step.flow.chunks[number].last]
         fits = [slot for slot in free if number in slot.passes and slot.passes[number].key == key]
         if fits:
             free.remove(fits[-1])
             fits[-1].passes[number].inputs.write(inputs)
+            self._ways.add("replay")
             return fits[-1]
+        self._ways.add("recording")
         slot = free.pop() if free else _Slot(self.recorder.pool(), {})
         slot.passes.pop(number, None)
         return slot if self._fill(slot, step, number, micro, key, inputs) else None
@@ -224,14 +245,18 @@ class ReplayedPipe(Piped):
         record: Record,
         weights: ResidentWeights,
         sums: LeafSums,
+        timed: bool,
     ) -> None:
         super().__init__(engine, pipe, dtype)
-        self.slots = _Slots(engine, record, weights, sums)
+        self.slots = _Slots(engine, record, weights, sums, timed)
 
     def run(self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool) -> Tensor:
         """Run forward and backward over all micro-batches of a step: see Plain."""
         self.slots.begin()
-        return super().run(map(self.slots.padded, batches), micro_batches, observers, masked)
+        begin = self.slots.times.mark()
+        total = super().run(map(self.slots.padded, batches), micro_batches, observers, masked)
+        self.slots.ended(begin, micro_batches)
+        return total
 
     def _step(self, *parts: Any) -> StageStep:
         step = _ReplayedStep(*parts)

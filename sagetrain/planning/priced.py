@@ -79,7 +79,12 @@ class Target:
         return usable_bytes(self.hardware.memory)
 
     def predict(self, cfg: RunConfig) -> StepPrediction:
-        """Predict a step of a configuration that fits these ranks."""
+        """Predict a step of a configuration that fits these ranks. With training.cuda_graphs: auto the host launches
+        micro-steps whose recordings do not fit into memory."""
+        if cfg.training.cuda_graphs == "auto" and Layout.of(cfg, self.world_size).recorded:
+            recorded = cfg.changed({"training": {"cuda_graphs": "on"}})
+            if self.need(recorded) > self.usable:
+                cfg = cfg.changed({"training": {"cuda_graphs": "off"}})
         return predict(cfg, self.world_size, self.vocab_size, self.hardware, self.span)
 
     def priced(self, cfg: RunConfig) -> PricedLayout:
@@ -129,11 +134,13 @@ class Target:
         # The optimizer takes the same time with each choice.
         alone = cfg.changed({"parallel": _ALONE, "optimizer": {"name": "adamw", **WIDE}})
         alone, parallel = with_recomputation(alone, "none"), cfg.parallel
-        replica = replace(self, world_size=parallel.tensor_parallel_size * parallel.context_parallel_size)
+        ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
 
         def speed(linear: LinearConfig) -> float:
             one = alone.model_copy(update={"linear": linear})
-            return float(f"{replica.predict(one).tokens_per_second:.6g}")
+            # Layers that are timed alone do not have the memory of a run.
+            prediction = predict(one, ranks, self.vocab_size, self.hardware, self.span)
+            return float(f"{prediction.tokens_per_second:.6g}")
 
         # Of equally fast choices the first is taken: 16 bits, then the most layers.
         return max(choices, key=speed)

@@ -313,14 +313,14 @@ def noted(engine: fsdp.FsdpEngine, held: list[int]) -> None:
     engine.backward = noting
 
 
-def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[str, int]]:
-    """Count the gathers, the reduce-scatters and the forward passes with hooks of a step of four micro-steps, by stage
-    and parallel.offload, and the gradients that FSDP holds at the begin of later backward passes. What the engine holds
+def collectives(cases: Sequence[tuple[int, str, int | None]]) -> dict[tuple[int, str, int | None], dict[str, int]]:
+    """Count the gathers, the reduce-scatters and the forward passes with hooks of a step of four micro-steps, by stage,
+    parallel.offload and parallel.shard_size, and the gradients that FSDP holds at the begin of later backward passes. What the engine holds
     is what `plan` says of it."""
     found = {}
-    for stage, offload in cases:
+    for stage, offload, size in cases:
         shape = {"hidden_size": 32, "head_dim": 8, "tie_embeddings": stage == 2}
-        cfg = config(stage, "bf16", {"offload": offload}, model=shape)
+        cfg = config(stage, "bf16", {"offload": offload, "shard_size": size}, model=shape)
         engine = tiny.engine(cfg, tiny.join(1))
         planned = {item.name: item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB)}
         of_host = {item.name: item.bytes for item in host_memory_per_rank(cfg, 2, tiny.VOCAB)}
@@ -343,7 +343,7 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
             tiny.global_step(engine, 1, sequences=8)
         # profiler.events() would spend four times as long as everything else here on the tree of all operators.
         names = [event.name() for event in profiler.profiler.kineto_results.events()]
-        found[stage, offload] = {
+        found[stage, offload, size] = {
             kind: sum(f"FSDP::{kind} " in f"{name} " for name in names)
             for kind in ("post_backward_reduce", "pre_forward")
         } | {
@@ -353,25 +353,32 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
         }
         # `plan` subtracts the host's time for the hooks by the same rule.
         layout = Layout.of(cfg, engine.groups.topology.world_size)
-        assert found[stage, offload]["pre_forward"] == (0 if layout.hooks == "never" else 12)
+        assert found[stage, offload, size]["pre_forward"] == (0 if layout.hooks == "never" else 12)
     return found
 
 
 def test_zero_1_gathers_and_reduces_once_a_step() -> None:
     """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered to the end of the step. At ZeRO 1, and
-    at ZeRO 3 without state in the host's memory, no micro-step has FSDP's hooks. FSDP holds no gradient in the host's
-    memory, where it would wait for every copy and every sum."""
-    cases = [(1, "none"), (1, "optimizer"), (2, "none"), (3, "none"), (3, "all")]
+    at ZeRO 2 and 3 without state in the host's memory and copies of shards, no micro-step has FSDP's hooks. FSDP holds
+    no gradient in the host's memory, where it would wait for every copy and every sum."""
+    cases = [
+        (1, "none", None),
+        (1, "optimizer", None),
+        (2, "none", None),
+        (2, "none", 2),
+        (3, "none", None),
+        (3, "all", None),
+    ]
     found = run_distributed(collectives, 2, cases)[0]
     once = {"gathers": 3, "reduced": 3, "post_backward_reduce": 0, "pre_forward": 0, "held": 0}
-    assert found[1, "none"] == found[1, "optimizer"] == once
-    assert found[2, "none"].pop("held") > 0 == found[3, "all"]["held"]
-    assert found[2, "none"] == {"gathers": 3, "reduced": 12, "post_backward_reduce": 12, "pre_forward": 12}
+    assert found[1, "none", None] == found[1, "optimizer", None] == once
+    assert found[2, "none", None] == {**once, "reduced": 12}
+    assert found[2, "none", 2].pop("held") > 0 == found[3, "all", None]["held"]
+    assert found[2, "none", 2] == {"gathers": 3, "reduced": 12, "post_backward_reduce": 12, "pre_forward": 12}
     # Two blocks stay where they are until the update.
-    passing = {"gathers": 1 + 2, "reduced": 12, "post_backward_reduce": 0, "pre_forward": 0, "held": 0}
-    assert found[3, "none"] == passing
-    assert found[3, "all"]["post_backward_reduce"] == found[3, "all"]["pre_forward"] == 12
-    assert found[3, "all"]["gathers"] > 12
+    assert found[3, "none", None] == {**once, "gathers": 1 + 2, "reduced": 12}
+    assert found[3, "all", None]["post_backward_reduce"] == found[3, "all", None]["pre_forward"] == 12
+    assert found[3, "all", None]["gathers"] > 12
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -143,6 +143,20 @@ def test_70b_on_512_gpus_is_a_pipeline() -> None:
     assert rates[0.25, "pipeline"] / rates[0.25, "fsdp"] > 1.1
 
 
+@pytest.mark.parametrize(("tensor", "fits"), [(4, False), (8, True)])
+def test_recordings_that_do_not_fit_are_not_priced(tensor: int, fits: bool) -> None:
+    """`auto` leaves passes to the host where 80 GB lack the memory of recordings. The host needs longer."""
+    how = [f"parallel.tensor_parallel_size={tensor}", "parallel.pipeline_parallel_size=8"]
+    overrides = [*LLAMA_70B, *how, "parallel.sequence_parallel=true", "linear.precision=fp8"]
+    ways = (
+        load_config(CONFIGS / "8b.yaml", [*overrides, f"training.cuda_graphs={way}"]) for way in ("off", "auto", "on")
+    )
+    by_host, chosen, recorded = (Target(512, VOCAB, H100).priced(cfg) for cfg in ways)
+    assert by_host.prediction.tokens_per_second < 0.95 * recorded.prediction.tokens_per_second
+    assert (recorded.memory <= Target(512, VOCAB, H100).usable) == fits
+    assert chosen.prediction == (recorded if fits else by_host).prediction and chosen.memory == by_host.memory
+
+
 def test_the_tables_of_the_cluster_guide_are_what_is_planned() -> None:
     """Each row has overrides, tokens/s (70B: also at 100 Gbit/s), GiB and the idle share."""
     text = (CONFIGS.parent / "docs/cluster.md").read_text()

@@ -430,7 +430,7 @@ def test_brief_says_what_one_needs():
     errors, text = plan("7b", 1024, brief=True)
     assert errors == 2
     assert "fastest layout ~3," in text and "tokens_per_step.start=1048576" in text
-    assert re.search(r"layout layout 1: .*context parallel 4", text) and "speed ~3," in text
+    assert re.search(r"layout layout 1: tensor parallel 8 .*ZeRO 2", text) and "speed ~3," in text
 
 
 @pytest.mark.parametrize(("name", "world_size", "override", "says"), [
