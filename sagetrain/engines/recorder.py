@@ -71,7 +71,7 @@ class Recorder:
         self._by_host = self._largest = 0
         self.refusal = ""
         """The reason why nothing is recorded any more."""
-        self.timing = timed
+        self.timing: bool = timed
         """Whether both ways are timed, because none of them is chosen yet."""
 
     def pool(self) -> Record:

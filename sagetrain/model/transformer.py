@@ -126,7 +126,7 @@ class Transformer(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.overlap = overlap
         self.activation_checkpointing: Recomputation = activation_checkpointing
-        self.own_loss = loss is not None
+        self.own_loss: bool = loss is not None
         """Whether the loss is a user's function. All stages of a pipeline say the same."""
         device = torch.device("cpu" if device is None else device)
         meta = torch.device("meta")  # memory comes with the values

@@ -315,8 +315,8 @@ def noted(engine: fsdp.FsdpEngine, held: list[int]) -> None:
 
 def collectives(cases: Sequence[tuple[int, str, int | None]]) -> dict[tuple[int, str, int | None], dict[str, int]]:
     """Count the gathers, the reduce-scatters and the forward passes with hooks of a step of four micro-steps, by stage,
-    parallel.offload and parallel.shard_size, and the gradients that FSDP holds at the begin of later backward passes. What the engine holds
-    is what `plan` says of it."""
+    parallel.offload and parallel.shard_size, and the gradients that FSDP holds at the begin of later backward passes.
+    What the engine holds is what `plan` says of it."""
     found = {}
     for stage, offload, size in cases:
         shape = {"hidden_size": 32, "head_dim": 8, "tie_embeddings": stage == 2}

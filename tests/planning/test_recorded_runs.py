@@ -318,9 +318,9 @@ def test_blocks_by_copy_engines_are_met(linear, layout, tokens_per_second, gib, 
 
 
 def test_memory_of_recorded_micro_steps_at_zero_3_is_met(today):
-    """The run is that of results/log/step.md: 1B in INT8, one sequence of 4,096 tokens, `cuda_graphs: on`, two H200s. Its
-    13.2 GiB are torch's peak of allocated memory. Rows are outside of torch's allocator. The pool of a recording is
-    not allocated any more when its capture has ended, but nobody else gets it."""
+    """The run is that of results/log/step.md on two H200s: 1B in INT8 with `cuda_graphs: on`. Its 13.2 GiB are torch's
+    peak of allocated memory. Rows are outside of torch's allocator. The pool of a recording is not allocated any more
+    when its capture has ended, but nobody else gets it."""
     cfg = load_config(CONFIGS / "1b.yaml", [
         "model={num_layers: 20, hidden_size: 2048, ffn_hidden_size: 5632, num_attention_heads: 16, "
         "num_key_value_heads: 4, vocab_size: 32000}",
