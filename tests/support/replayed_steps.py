@@ -49,9 +49,12 @@ def weights_of(engine: Any) -> torch.Tensor:
 
 
 def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Iterator[Any]:
-    """Yield an engine whose micro-steps the host launches, and one that replays them."""
+    """Yield an engine whose micro-steps the host launches, and one that replays them. The host's way at ZeRO 2 is
+    through the hooks of FSDP2, as with copies of shards."""
     recorder.recorder = lambda device: counted.pool()
     for how in ("off", "on"):
         training = {**sections.get("training", {}), "cuda_graphs": how}
-        dtype = training.pop("dtype", "bf16")
-        yield tiny.engine(tiny.config(stage, dtype, **{**sections, "training": training}), groups)
+        dtype, parallel = training.pop("dtype", "bf16"), dict(sections.get("parallel", {}))
+        if stage == 2 and how == "off":
+            parallel["shard_size"] = groups.num_replicas
+        yield tiny.engine(tiny.config(stage, dtype, **{**sections, "training": training, "parallel": parallel}), groups)
