@@ -41,11 +41,13 @@ class Content:
     """Open the content. The caller closes the file that is returned."""
     read: Callable[[IO[bytes]], int] = lambda raw: raw.tell()
     """Return how many bytes of the file on disk have been read, given the file that `raw` opened."""
+    seekable: bool = False
+    """Whether reading can begin at any byte."""
 
 
 def on_disk(path: Path) -> Content:
     """Build the content of a file on disk."""
-    return Content(str(path), lambda: open(path, "rb", buffering=0))
+    return Content(str(path), lambda: open(path, "rb", buffering=0), seekable=not compression(path))
 
 
 @contextmanager

@@ -73,8 +73,6 @@ class Chunk:
     """The place up to which the corpus has been read with this chunk. None inside of a document."""
     unread: tuple[str, ...] = ()
     """Columns of the table that were not read, because nobody asked for them."""
-    before: int = 0
-    """For an archive: the number of records in the files before this one."""
     input: str = ""
     """The name of the input."""
     repeated: Counter[str] = field(default_factory=Counter)

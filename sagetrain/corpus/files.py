@@ -85,7 +85,7 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
             at = len(file.read(len(BOM_UTF8))) if file.peek().startswith(BOM_UTF8) else 0
         chunk = partial(Chunk, f"{name} from byte {start:,}" if start else name)
         consumed = lambda: progress() - start  # noqa: E731
-        number, resumes = place.records + 1 if place.offset else 1, not compression(name)
+        number, resumes = place.records + 1 if place.offset else 1, content.seekable
         match kind:
             case Kind.TABLE:
                 unread, rows = _rows(name, file, wanted)

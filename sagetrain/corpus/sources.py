@@ -115,15 +115,16 @@ class Corpus:
         """Yield the chunks after `start`."""
         start = start or Place()
         for number, each in enumerate(self.inputs[start.input :], start.input):
-            place = start if number == start.input else Place(number)
+            place, done = start if number == start.input else Place(number), None
             for chunk in each.read(place):
-                known = place.records - chunk.before - chunk.first + 1
+                done = chunk.first - 1 if done is None else done
+                known, done = place.records - done, done + len(chunk.records) - chunk.unfinished
                 if known >= len(chunk.records):
                     continue
                 if known > 0:
                     chunk.first, chunk.records = chunk.first + known, chunk.records[known:]
                 if not chunk.unfinished:
-                    chunk.after = Place(number, chunk.before + chunk.first + len(chunk.records) - 1, chunk.offset)
+                    chunk.after = Place(number, done, chunk.offset)
                 chunk.input = each.name
                 yield chunk
 
@@ -306,7 +307,7 @@ class Corpus:
         divisible = (
             wanted.divisible if text else kind in (Kind.LINES, Kind.JSON) and not is_array(begin or head(content))
         )
-        if divisible and not compression(path):
+        if divisible and content.seekable:
             whole.part = lambda start, stop: Input(
                 f"{path} from byte {start:,}" if start else str(path),
                 lambda place: read(content, wanted, place, start, stop),
@@ -323,8 +324,8 @@ class Corpus:
         if not sizes:
             raise ConfigError(f"{path}: no files in it{f' that match {glob!r}' if glob else ''}")
         chosen = {*sizes} if glob else self._chosen(path, sizes)
-        of_member = lambda name: (c for each in members(path, {name}) for c in read(each, self._wanted, Place()))  # noqa: E731
-        self._refuse_copies(sorted(chosen), of_member, f"{path}: ")
+        chunks = lambda names: (c for each in members(path, names) for c in read(each, self._wanted, Place()))  # noqa: E731
+        self._refuse_copies(sorted(chosen), lambda name: chunks({name}), f"{path}: ")
         kinds = {name: kind_of(name) for name in chosen}
         for name, kind in kinds.items():
             if kind in (Kind.ARCHIVE, Kind.PARQUET):
@@ -334,19 +335,9 @@ class Corpus:
         texts = sum(kind is Kind.TEXT for kind in kinds.values())
         one_document = len(chosen) == texts == 1 and not self._wanted.separator
 
-        def chunks(place: Place) -> Iterator[Chunk]:
-            before = 0
-            for content in members(path, chosen):
-                last = 0
-                for chunk in read(content, self._wanted, Place()):
-                    chunk.before, chunk.offset = before, 0
-                    last = chunk.first + len(chunk.records) - 1
-                    yield chunk
-                before += last
-
         names = sha256(os.fsencode("\n".join(sorted(chosen)))).hexdigest()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns, names]
-        return Input(str(path), chunks, stat.st_size, identity, texts, one_document)
+        return Input(str(path), lambda place: chunks(chosen), stat.st_size, identity, texts, one_document)
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
         wanted = self._wanted
