@@ -8,7 +8,7 @@ writes objects of many kinds as columns of JSON, which hold text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow.parquet
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.blocks import head, on_disk
 from sagetrain.corpus.chunk import Chunk, loads, root_of, value_at
-from sagetrain.corpus.files import Wanted, check_columns
+from sagetrain.corpus.files import Wanted, columns_among
 from sagetrain.corpus.kinds import check_head
 
 
@@ -27,16 +27,11 @@ def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
     optional columns. Raises ConfigError if the file cannot be read, or lacks a column."""
     try:
         with open(path, "rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
-            names = file.schema_arrow.names
-            check_columns(path, names, wanted)
-            columns = [name for name in (*wanted.columns, *wanted.optional) if root_of(name, names)]
-            roots = [*dict.fromkeys(root_of(name, names) for name in columns)]
-            size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
-            number = 1
-            for batch in file.iter_batches(batch_size=512, columns=roots):
-                done = size * (number - 1 + len(batch)) // rows
-                yield rows_of(str(path), batch, number, columns, wanted.fields, names, done)
-                number += len(batch)
+            names, size, rows = file.schema_arrow.names, path.stat().st_size, max(file.metadata.num_rows, 1)
+            batches = file.iter_batches(batch_size=512, columns=roots_of(path, names, wanted))
+            for chunk in chunks_of(str(path), batches, 1, wanted, names):
+                chunk.consumed = size * (chunk.first - 1 + len(chunk.records)) // rows
+                yield chunk
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         begin = head(on_disk(path))
         check_head(str(path), begin)
@@ -45,41 +40,35 @@ def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
         raise ConfigError(f"cannot read {path}: {error}; {fix}") from error
 
 
-def rows_of(
-    origin: str,
-    table: pa.Table | pa.RecordBatch,
-    number: int,
-    columns: Sequence[str],
-    fields: bool,
-    names: Sequence[str],
-    consumed: int = 0,
-) -> Chunk:
-    """Build a chunk from the rows of an Arrow table.
+def roots_of(origin: object, names: Sequence[str], wanted: Wanted) -> list[str]:
+    """Return the columns of a table that hold the fields to read. Raises ConfigError as columns_among does."""
+    return [*dict.fromkeys(root for each in columns_among(origin, names, wanted) if (root := root_of(each, names)))]
+
+
+def chunks_of(
+    origin: str, tables: Iterable[pa.Table | pa.RecordBatch], first: int, wanted: Wanted, names: Sequence[str] | None
+) -> Iterator[Chunk]:
+    """Yield a chunk of the rows of each Arrow table, as read_parquet does.
 
     Args:
         origin: file or dataset, for messages.
-        number: number of its first row.
-        fields: whether rows become dicts of fields instead of texts.
-        names: all columns of the whole table.
-        consumed: bytes of the input that have been read.
+        first: number of the first row.
+        names: all columns of the whole table. None: those of each table.
     """
-    try:
-        records = _records_in(table, columns) if fields else _values_in(table, columns[0])
-    except ValueError as error:
-        what = "a column of JSON holds what is none: " if isinstance(error, json.JSONDecodeError) else ""
-        what = "not UTF-8: " if isinstance(error, UnicodeDecodeError) else what
-        raise ConfigError(f"{origin}, rows {number:,} to {number + len(table) - 1:,}: {what}{error}") from error
-    read = {root_of(name, names) for name in columns}
-    unread = tuple(name for name in names if name not in read)
-    return Chunk(origin, "row", number, records, consumed, unread=unread)
-
-
-def _records_in(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of a table as dicts of those of the columns that it has. Raises ValueError if its JSON cannot be
-    read."""
-    there = [name for name in columns if root_of(name, table.schema.names)]
-    values = [map(_text, _values_in(table, name)) for name in there]
-    return [dict(zip(there, row, strict=True)) for row in zip(*values, strict=True)]
+    for table in tables:
+        there = names or table.schema.names
+        columns, roots = columns_among(origin, there, wanted), roots_of(origin, there, wanted)
+        try:
+            values = [_values_in(table, name) for name in columns]
+            if wanted.fields:
+                records = [dict(zip(columns, map(_text, row), strict=True)) for row in zip(*values, strict=True)]
+        except ValueError as error:
+            what = "a column of JSON holds what is none: " if isinstance(error, json.JSONDecodeError) else ""
+            what = "not UTF-8: " if isinstance(error, UnicodeDecodeError) else what
+            raise ConfigError(f"{origin}, rows {first:,} to {first + len(table) - 1:,}: {what}{error}") from error
+        unread = tuple(name for name in there if name not in roots)
+        yield Chunk(origin, "row", first, records if wanted.fields else values[0], unread=unread)
+        first += len(table)
 
 
 def _values_in(table: pa.Table | pa.RecordBatch, column: str) -> list[Any]:

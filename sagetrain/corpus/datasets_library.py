@@ -8,8 +8,8 @@ from typing import Any
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many, pointer_at
-from sagetrain.corpus.chunk import Chunk, Place, root_of
-from sagetrain.corpus.files import Wanted, check_columns
+from sagetrain.corpus.chunk import Chunk, Place
+from sagetrain.corpus.files import Wanted
 from sagetrain.data.tokenizer_config import keys_in
 
 
@@ -77,19 +77,10 @@ def check_parts(name: str, dataset: Any, number: int, count: int) -> None:
 
 def read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iterator[Chunk]:
     """Yield chunks of a dataset, as read_parquet does for a file."""
-    from sagetrain.corpus.arrow_tables import rows_of  # This import loads pyarrow.
+    from sagetrain.corpus.arrow_tables import chunks_of, roots_of  # This import loads pyarrow.
 
-    # None means that the stream does not know its columns yet.
     names = dataset.column_names
-    columns, optional = wanted.columns, wanted.optional
-    known = [*columns, *(each for each in optional if each in (names or ()))]
-    roots = [root for each in known if (root := root_of(each, names or ()))]
-    if names is not None and len(roots) == len(known):
-        dataset = dataset.select_columns([*dict.fromkeys(roots)])  # Other columns may be costly to decode.
-    number = place.records + 1
-    for table in dataset.with_format("arrow").skip(place.records).iter(batch_size=512):
-        there = names or table.schema.names
-        check_columns(name, there, wanted)
-        taken = [*columns, *optional] if names is None else known
-        yield rows_of(name, table, number, taken, wanted.fields, there)
-        number += len(table)
+    if names is not None:  # None means that the stream does not know its columns yet.
+        dataset = dataset.select_columns(roots_of(name, names, wanted))  # Other columns may be costly to decode.
+    tables = dataset.with_format("arrow").skip(place.records).iter(batch_size=512)
+    yield from chunks_of(name, tables, place.records + 1, wanted, names)

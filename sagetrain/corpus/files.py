@@ -51,20 +51,22 @@ class Wanted:
         return bool(cut) and not any(cut[:size] == cut[-size:] for size in range(1, len(cut)))
 
 
-def check_columns(origin: object, names: Sequence[str], wanted: Wanted, nested: bool = True) -> None:
-    """Check that the columns to read are among the names of a table's columns, each once. `nested`: the column a may
-    hold the field a.b. Raises ConfigError if a column is missing, or several columns have the name of one that is
-    read."""
-    for column in wanted.columns:
-        if not (root_of(column, names) if nested else column in names):
+def columns_among(origin: object, names: Sequence[str], wanted: Wanted, nested: bool = True) -> list[str]:
+    """Return the columns to read that are among the names of a table's columns. `nested`: the column a may hold the
+    field a.b. Raises ConfigError if a column is missing, or several columns have the name of one that is read."""
+    found = []
+    for column in (*wanted.columns, *wanted.optional):
+        if root_of(column, names) if nested else column in names:
+            found.append(column)
+        elif column in wanted.columns:
             option = wanted.options.get(column, spelled("text_key"))
             raise ConfigError(f"{origin}: {no_such_key(column, names, option)}")
-    for column in (*wanted.columns, *wanted.optional):
         if names.count(column) > 1:
             raise ConfigError(
                 f"{origin}: {names.count(column)} columns have the name {column!r}, and nobody can tell which of them "
                 "is meant; rename all but one"
             )
+    return found
 
 
 def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: int | None = None) -> Chunks:
@@ -237,12 +239,11 @@ def _rows(name: str, file: Iterable[bytes], wanted: Wanted) -> tuple[tuple[str, 
     if (names := next(rows, None)) is None:
         return (), iter(())
     try:
-        check_columns(name, names, wanted, nested=False)
+        read = {each: names.index(each) for each in columns_among(name, names, wanted, nested=False)}
     except ConfigError as error:
         other = next((each for each in ";\t|," if each in names[0]), None) if len(names) == 1 else None
         hint = f"; it seems to be separated by {other!r}, and not by {delimiter!r}" if other else ""
         raise ConfigError(f"{error}{hint}") from error
-    read = {each: names.index(each) for each in (*wanted.columns, *wanted.optional) if each in names}
 
     def found() -> Iterator[_Read]:
         for row in rows:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -324,7 +325,10 @@ class Corpus:
         if not sizes:
             raise ConfigError(f"{path}: no files in it{f' that match {glob!r}' if glob else ''}")
         chosen = {*sizes} if glob else self._chosen(path, sizes)
-        chunks = lambda names: (c for each in members(path, names) for c in read(each, self._wanted, Place()))  # noqa: E731
+
+        def chunks(names: set[str]) -> Iterator[Chunk]:
+            return chain.from_iterable(read(each, self._wanted, Place()) for each in members(path, names))
+
         self._refuse_copies(sorted(chosen), lambda name: chunks({name}), f"{path}: ")
         kinds = {name: kind_of(name) for name in chosen}
         for name, kind in kinds.items():
