@@ -23,7 +23,7 @@ from sagekernels import attention_reference, document_bounds, normed_attention, 
 from sagekernels.call import RECIPES, RecipeName
 from sagetrain.config.schema import AttentionConfig
 
-Documents = Literal["cu_seqlens", "bounds", "mask"]
+Documents = Literal["cu_seqlens", "bounds", "mask", "delta_chunks"]
 """The field of TokenLayout that an attention function reads where attention stays within documents."""
 
 Product = Literal["Q K^T", "P V", "Q K^T again", "P^T dO", "dO V^T", "dS K", "dS^T Q"]
@@ -48,6 +48,8 @@ class TokenLayout(NamedTuple):
     """The mask of documents, bool [B, 1, S, S], True where a query sees a key. None: no layer's function wants it."""
     bounds: Tensor | None
     """The result of `document_bounds`, int32 [2, B * S]. None: no layer's function wants it."""
+    delta_chunks: Tensor | None = None
+    """The result of `document_chunks`, int32 [chunks, 2]. None: no layer's function wants it."""
     window: int | None = None
     """Tokens that a query sees, its own included. None: all before it. Mask and bounds have the window already."""
     varlen: tuple[Tensor, Tensor] | None = None
@@ -79,11 +81,12 @@ def token_layout(
         window = None
     if window is not None and cu_seqlens is None:  # One form is enough: every sequence is a document.
         cu_seqlens = length * torch.arange(num_sequences + 1, dtype=torch.int32, device=cos.device)
-    mask = bounds = None
+    mask = bounds = chunks = None
     if cu_seqlens is not None:
         mask = document_mask(cu_seqlens, num_sequences, num_tokens, window) if "mask" in wanted else None
         bounds = document_bounds(cu_seqlens, num_tokens, window) if "bounds" in wanted else None
-    return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask, bounds, window)
+        chunks = document_chunks(cu_seqlens, num_tokens) if "delta_chunks" in wanted else None
+    return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask, bounds, chunks, window)
 
 
 def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int, window: int | None = None) -> Tensor:
@@ -93,6 +96,19 @@ def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int, windo
     document_BS = torch.searchsorted(cu_seqlens, tokens.to(cu_seqlens.dtype), right=True).view(num_sequences, -1)
     same = (document_BS.unsqueeze(-1) == document_BS.unsqueeze(-2)).tril()
     return (same if window is None else same.triu(1 - window)).unsqueeze(1)
+
+
+def document_chunks(cu_seqlens: Tensor, num_tokens: int, size: int = 64) -> Tensor:
+    """Return the document of each chunk of `size` tokens and the number of the chunk in it, int32 [chunks, 2].
+
+    There are as many chunks as these documents could have with other lengths, so that the host need not read any. The
+    chunks left over are behind the end of the last document, where the kernels of fla write nothing.
+    """
+    counts = (cu_seqlens.diff() + (size - 1)) // size
+    firsts = F.pad(counts.cumsum(0), (1, 0))
+    places = torch.arange(num_tokens // size + len(counts), device=cu_seqlens.device)
+    documents = (torch.searchsorted(firsts, places, right=True) - 1).clamp(max=len(counts) - 1)
+    return torch.stack((documents, places - firsts[documents]), 1).to(cu_seqlens.dtype)
 
 
 class Projected(NamedTuple):

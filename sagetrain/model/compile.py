@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ _GRAPHS = 256
 
 def compile_blocks(
     model: Transformer,
-    backend: str = "inductor",
+    backend: str | Callable[..., Any] = "inductor",
     *,
     hooks: bool = False,
     inner_hooks: bool = False,

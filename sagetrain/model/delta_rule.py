@@ -93,13 +93,14 @@ class Fla(DeltaRule):
     """The kernels of flash-linear-attention, in chunks of 64 tokens."""
 
     how = "by fla"
+    documents = "delta_chunks"
     chunk_rule: Callable[..., tuple[Tensor, Tensor | None]]
     convolution: Callable[..., tuple[Tensor, Tensor | None]]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def convolved(self, x: Sequence[Tensor], weights: Sequence[Tensor], layout: TokenLayout) -> list[Tensor]:
         """Convolve each x, see DeltaRule."""
-        how: dict[str, Any] = {"activation": "silu", "cu_seqlens": layout.cu_seqlens}
+        how = {"activation": "silu", **_documents(layout)}
         pairs = zip(x, weights, strict=True)
         return [as_sequences(self.convolution(as_rows(each, layout), own, **how)[0], layout) for each, own in pairs]
 
@@ -109,9 +110,15 @@ class Fla(DeltaRule):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the recurrence, see DeltaRule."""
         rows = (as_rows(x, layout) for x in (q, k, v, g, beta))
-        how: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": layout.cu_seqlens}
+        how = {"use_qk_l2norm_in_kernel": True, **_documents(layout)}
         o, state = self.chunk_rule(*rows, output_final_state=final, **how)
         return as_sequences(o, layout), state
+
+
+def _documents(layout: TokenLayout) -> dict[str, Any]:
+    """Return the arguments for documents. With the chunks given, fla makes nothing of them that needs the host. What it
+    makes on the GPU it keeps for each tensor of boundaries, which are other tensors in every pass of a model."""
+    return {"cu_seqlens": layout.cu_seqlens, "chunk_indices": layout.delta_chunks}
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,12 @@ def split(layouts: Sequence[TokenLayout], gains: Sequence[dict[RMSNorm, Tensor]]
 def whole(stretch: Stretch, tokens: Half, part: Part) -> Half:
     """Take all tokens together through a stretch."""
     before, attend, after = stretch
-    for stage in (*before[1:], attend, *after):
+    for stage in before[1:]:
+        tokens = stage(*tokens, part)
+    # Attention stands outside of the loops. Where it has no code for torch.compile, a loop around it would end the
+    # graphs at every stage, and stages of different widths would share one graph for any size.
+    tokens = attend(*tokens, part)
+    for stage in after:
         tokens = stage(*tokens, part)
     return tokens
 

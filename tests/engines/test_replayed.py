@@ -22,6 +22,7 @@ from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.stability.spikes import Verdict
 
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128}
+DELTA = {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16, "pattern": "DF"}
 SAGE = {"backend": "sage", "recipe": "scores"}
 
 
@@ -71,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"training": {"dtype": "fp32"}, "attention": {"backend": "reference"}, "model": {"sinks": True}},
     ),
     "experts": ("mask", {"model": {"experts": EXPERTS}, "linear": {"precision": "int8"}}),
+    "gated delta nets": ("documents", {"model": {"delta_net": DELTA}, "linear": {"precision": "int8"}}),
 }
 
 ONE_HEAD = {"num_attention_heads": 1}

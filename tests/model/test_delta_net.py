@@ -3,17 +3,21 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule, naive_recurrent_gated_delta_rule
+from fla.ops.utils.index import prepare_chunk_indices, prepare_chunk_offsets
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import counted
 import tiny
 from distributed import run_distributed
+from fake_graph import FakeGraph
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.costs.accounting import flops_per_token, num_parameters, rank_of
@@ -21,7 +25,7 @@ from sagetrain.costs.memory import kept_bytes
 from sagetrain.costs.operation_kinds import MatmulCost, of_kind
 from sagetrain.costs.operations import block_operations
 from sagetrain.inference.cache import CachedModel
-from sagetrain.model.backends import TokenLayout, token_layout
+from sagetrain.model.backends import TokenLayout, document_chunks, token_layout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.delta_net import DeltaNet
 from sagetrain.model.delta_rule import DeltaRule, Fla, Recurrent, delta_rule
@@ -133,6 +137,43 @@ def test_convolutions_stay_within_documents() -> None:
         torch.testing.assert_close(found.flatten(0, 1)[first:last], torch.nn.functional.silu(wanted))
 
 
+def test_chunks_of_other_documents_are_found_without_the_host() -> None:
+    """The chunks of documents are recorded once, for boundaries that are written anew. fla's own function reads their
+    number on the host."""
+    ends, found = torch.tensor([0, 10, 10, 75, 256, 256], dtype=torch.int32), []
+    recording = FakeGraph.of(lambda: found.append(document_chunks(ends, 256)))
+    for documents in ([0, 10, 10, 75, 256, 256], [0, 64, 128, 192, 255, 256], [0, 256, 256, 256, 256, 256]):
+        ends.copy_(torch.tensor(documents))
+        recording.replay()
+        (chunks,), wanted = found, prepare_chunk_indices(ends.clone(), 64)
+        assert chunks.dtype == torch.int32 and len(chunks) == 256 // 64 + 5
+        torch.testing.assert_close(chunks[: len(wanted)], wanted)
+        # A chunk left over is behind the end of its document.
+        assert all(64 * place >= documents[number + 1] - documents[number] for number, place in chunks[len(wanted) :])
+
+
+def test_fla_is_given_the_chunks_of_each_pass() -> None:
+    """fla keeps what it makes of boundaries for each tensor of them, so a pass has other tensors than the one before,
+    whatever memory its micro-batch is in."""
+    cfg, found = tiny.config(0, model=HYBRID), []
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **how: Any) -> tuple[Tensor, None]:
+        ends, chunks = how["cu_seqlens"], how["chunk_indices"]
+        found.append((prepare_chunk_offsets(ends, 64).tolist(), chunks.tolist()))
+        return v, None
+
+    function = Fla(rule, lambda x, weight, **how: (found.append(how["chunk_indices"].tolist()) or x, None))
+    attention = attention_functions(cfg.attention, cfg.model, device=CPU, dtype=torch.float32)[-1]
+    model = tiny.model(cfg, ParallelGroups.single(), functions=[function] * 3 + [attention])
+    tokens, ends = torch.zeros(1, 128, dtype=torch.long), torch.zeros(4, dtype=torch.int32)
+    for documents, offsets in (([0, 64, 128, 128], [0, 1, 2, 2]), ([0, 1, 2, 128], [0, 1, 2, 4])):
+        ends.copy_(torch.tensor(documents))
+        model(tokens, tokens, cu_seqlens=ends)
+        chunks = document_chunks(ends, 128).tolist()
+        assert found == 3 * [chunks, chunks, chunks, (offsets, chunks)]
+        found.clear()
+
+
 def test_a_layer_is_qwen3_nexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers puts q, k, v and z of each group of heads behind each other, and b and a too. Where fla is
     installed, it would run its kernels, which no CPU has."""
@@ -218,14 +259,21 @@ def test_generation_keeps_states_and_changes_no_logits(norms: str) -> None:
 
 
 def test_compiled_blocks_compute_the_same() -> None:
-    """torch.compile makes graphs of what is around the recurrence, with the weights recomputed and without."""
+    """torch.compile makes graphs of what is around the recurrence, with the weights recomputed and without. No graph is
+    for any size: torch 2.11 has none of a layer in 8 bits whose input alone is of any width."""
     tokens = torch.randint(0, tiny.VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
+
+    def of_one_size(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> object:
+        assert not any(isinstance(x, torch.SymInt) for x in inputs)
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()  # Sizes that other tests have changed would be any.
     for again in ("none", "full"):
         cfg, found = tiny.config(0, model=HYBRID, training={"activation_checkpointing": again}), []
         for compiled in (False, True):
             model = tiny.model(cfg, ParallelGroups.single())
             if compiled:
-                compile_blocks(model, "aot_eager")
+                compile_blocks(model, of_one_size)
             loss = model(tokens, tokens, cu_seqlens=torch.tensor([0, 9, 24, 48], dtype=torch.int32))
             loss.backward()
             found.append([loss, *(parameter.grad for parameter in model.parameters())])
