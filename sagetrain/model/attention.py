@@ -66,36 +66,19 @@ class Attention(nn.Module):
         self.head_dim = layer.attention.head_dim
         self.window = layer.attention.reach.window
         self.qk_norm = layer.attention.qk_norm
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        how = {"sequence_parallel": sequence_parallel, **place}
         qkv, out = layer.attention.linear_layers(layer.hidden, 1).values()
-        self.qkv = ColumnParallelLinear(
-            qkv.inputs,
-            qkv.outputs,
-            groups,
-            bias=layer.attention.bias,
-            matmul=matmuls.get("qkv"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
-        self.out = RowParallelLinear(
-            out.inputs,
-            layer.hidden,
-            groups,
-            bias=layer.attention.out_bias,
-            matmul=matmuls.get("out"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
+        bias, out_bias = layer.attention.bias, layer.attention.out_bias
+        self.qkv = ColumnParallelLinear(*qkv, groups, bias=bias, matmul=matmuls.get("qkv"), **how)
+        self.out = RowParallelLinear(out.inputs, layer.hidden, groups, bias=out_bias, matmul=matmuls.get("out"), **how)
 
         def norm(heads: int) -> RMSNorm | None:
             if self.qk_norm == "none":
                 return None
-            how: dict[str, Any] = {"of_one": layer.gains_of_one, "dtype": dtype, "device": device}
-            if self.qk_norm == "all_heads":
-                width = heads * self.head_dim
-                return RMSNorm(width, layer.norm_eps, groups, spread=True, **how)
-            return RMSNorm(self.head_dim, layer.norm_eps, groups, split_input=True, **how)
+            spread, of_one = self.qk_norm == "all_heads", layer.gains_of_one
+            width = heads * self.head_dim if spread else self.head_dim
+            return RMSNorm(width, layer.norm_eps, groups, spread=spread, split_input=not spread, of_one=of_one, **place)
 
         self.q_norm, self.k_norm = norm(layer.attention.heads), norm(layer.attention.key_heads)
         self.sinks: nn.Parameter | None = None

@@ -63,20 +63,13 @@ class Block(nn.Module):
         self.dear = dear
         """If there are any, the block, walked alone, keeps the results of these operators for its backward pass, and
         recomputes the rest."""
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        how = {"matmuls": matmuls, "sequence_parallel": sequence_parallel, **place}
 
         def norm() -> RMSNorm:
-            return RMSNorm(
-                layer.hidden,
-                layer.norm_eps,
-                groups,
-                split_input=sequence_parallel,
-                of_one=layer.gains_of_one,
-                dtype=dtype,
-                device=device,
-            )
+            split, of_one = sequence_parallel, layer.gains_of_one
+            return RMSNorm(layer.hidden, layer.norm_eps, groups, split_input=split, of_one=of_one, **place)
 
-        how: dict[str, Any] = {"matmuls": matmuls, "sequence_parallel": sequence_parallel}
-        how |= {"dtype": dtype, "device": device}
         before, after = layer.normed
         self.attention_norm = norm() if before else NoNorm()
         self.attention: Attention | DeltaNet

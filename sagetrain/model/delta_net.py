@@ -57,7 +57,7 @@ class DeltaNet(nn.Module):
         how = {"sequence_parallel": sequence_parallel, **place}
         linear, heads = layer.linear_layers(1), delta.value_heads
         qkv, out = linear["qkv"], linear["out"]
-        self.qkv = ColumnParallelLinear(qkv.inputs, qkv.outputs, groups, matmul=matmuls.get("qkv"), **how)
+        self.qkv = ColumnParallelLinear(*qkv, groups, matmul=matmuls.get("qkv"), **how)
         self.gates = ColumnParallelLinear(layer.hidden, {"a": heads, "b": heads}, groups, **how)
         self.out = RowParallelLinear(out.inputs, layer.hidden, groups, matmul=matmuls.get("out"), **how)
         for name in ("q", "k", "v"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,24 +34,9 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = layer.mlp.activation
         gate_up, down = layer.mlp.linear_layers(layer.hidden, 1).values()
-        self.gate_up = ColumnParallelLinear(
-            gate_up.inputs,
-            gate_up.outputs,
-            groups,
-            matmul=matmuls.get("gate_up"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
-        self.down = RowParallelLinear(
-            down.inputs,
-            layer.hidden,
-            groups,
-            matmul=matmuls.get("down"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        self.gate_up = ColumnParallelLinear(*gate_up, groups, matmul=matmuls.get("gate_up"), **how)
+        self.down = RowParallelLinear(down.inputs, layer.hidden, groups, matmul=matmuls.get("down"), **how)
 
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
