@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from forked import PATIENCE, Command
 from kept import copied, events_of
-from runs import BIN, finish, log_of, wait_for, write_config
+from runs import BIN, finish, log_of, rows_of, wait_for, write_config
 from sagetrain.cluster.agreement import host_to_leave
 from sagetrain.cluster.keeper import Keeper
 from sagetrain.cluster.launcher import elastic, elastic_in_vain
@@ -75,8 +75,7 @@ def rendezvous(store: TCPStore) -> Any:
 
 def losses_of(run: Path) -> dict[int, float]:
     """Return the last loss of each step that a run has written."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    return {row["step"]: row["train/loss"] for row in rows_of(run) if "train/loss" in row}
 
 
 def test_a_spare_host_and_then_fewer_replicas(tmp_path, corpus) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from forked import Command
 from held import file_of, hold, release
-from runs import ended, sagetrain, write_config, write_metrics
+from runs import ended, rows_of, sagetrain, write_config, write_metrics
 from sagetrain.cluster.run_folder import lock
 from sagetrain.comparing import results, run_records, runner
 from sagetrain.comparing.analysis import curves, tables
@@ -66,8 +66,7 @@ def done(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(output: Path, folder: str) -> list[tuple[int, float]]:
-    rows = map(json.loads, (output / "runs" / folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["tokens"], row["train/loss"]) for row in rows if "train/loss" in row]
+    return [(row["tokens"], row["train/loss"]) for row in rows_of(output / "runs" / folder) if "train/loss" in row]
 
 
 def test_pairs_share_samples_and_initialization(done: Path) -> None:

@@ -13,7 +13,7 @@ import tiny
 from distributed import run_distributed
 from llama_reference import reference_loss
 from prepare_inputs import quiet
-from runs import finish, log_of
+from runs import finish, log_of, rows_of
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
@@ -265,7 +265,7 @@ def test_fine_tuning_resumes_exactly(tmp_path: Path, corpus: Path) -> None:
     sections = {"checkpoint": {"every_tokens": 512, "keep_last": 9}, "training": {"total_tokens": 1024}}
     config = configured(tmp_path / "run.yaml", data, tmp_path / "run", **sections)
     finish("sagetrain", config)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run")
     stream = SampleStream([DataSource(path=str(data / "train"))], 32, seed=0)
     shares = [row["train/counted_share"] for row in rows if "train/loss" in row]
     assert shares == [stream.counted(8 * step, 8) / 256 for step in range(4)]

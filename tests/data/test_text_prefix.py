@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import tiny
 from prepare_inputs import SAMPLE, prepare, published_pipeline
-from runs import finish, sagetrain, write_config
+from runs import finish, rows_of, sagetrain, write_config
 from sagetrain.checkpoint.state import InitFromRecord
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
@@ -269,10 +269,10 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
         assert (warned in (tmp_path / name / "log.txt").read_text()) == bool(init_from)
         run = load_run(tmp_path / name, print)
         assert [*run.text_prefix] == prefix
-        sample = json.loads((tmp_path / name / "samples.jsonl").read_text().splitlines()[-1])
+        sample = rows_of(tmp_path / name, "samples")[-1]
         (done,) = (found for found, _ in generate(run, [sample["prompt"]], Sampling(8)) if found.finish)
         assert sample["text"] == done.text
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows = rows_of(tmp_path / name)
         said = next(row["eval/read/bits_per_byte"] for row in reversed(rows) if "eval/read/bits_per_byte" in row)
         bits = [
             tasks.measure(harness_of(replace(run, text_prefix=each)))["read"]["bits_per_byte"] for each in ([], [BOS])

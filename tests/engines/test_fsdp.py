@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import late_copies
 import tiny
 from distributed import run_distributed
-from runs import check_killed, sagetrain
+from runs import check_killed, check_scored
 from sagetrain.config import RunConfig
 from sagetrain.config.errors import TrainingError
 from sagetrain.config.layout import Layout
@@ -199,10 +199,6 @@ def test_an_update_has_the_norm_of_the_clipped_gradient() -> None:
             assert moved == pytest.approx(limit if 0 < limit < norm else norm, rel=1e-4), limit
 
 
-def state_of(engine: Engine) -> list[torch.Tensor]:
-    return [tensor.clone() for owned in engine.owned() for tensor in map(owned.read, owned.kinds)]
-
-
 def refused(cases: Sequence[tuple[int, dict]]) -> list[tuple[bool, bool, bool]]:
     """Return three answers for each stage and section: whether a refused step leaves every bit, whether a step with a
     gradient that is not finite does, and whether later steps are those of a run without these steps."""
@@ -212,9 +208,9 @@ def refused(cases: Sequence[tuple[int, dict]]) -> list[tuple[bool, bool, bool]]:
         engine, other = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
         for each in (engine, other):
             tiny.global_step(each, 0)
-        before = state_of(engine)
+        before = tiny.state_of(engine)
         tiny.global_step(engine, 1, observers=Observers(judge=lambda metrics: Verdict(apply=False)))
-        left = all(map(torch.equal, before, state_of(engine)))
+        left = all(map(torch.equal, before, tiny.state_of(engine)))
         for owned in engine.owned(lambda spec: spec.name == "final_norm.gain"):
             kept = owned.weight.clone()
             owned.weight.fill_(torch.inf)
@@ -222,7 +218,7 @@ def refused(cases: Sequence[tuple[int, dict]]) -> list[tuple[bool, bool, bool]]:
             assert not tiny.global_step(engine, 1).applied
             owned.weight.copy_(kept)
             engine.state_changed()
-        skipped = all(map(torch.equal, before, state_of(engine)))
+        skipped = all(map(torch.equal, before, tiny.state_of(engine)))
         again = [tiny.global_step(each, 2).loss for each in (engine, other)]
         found.append((left, skipped, again[0] == again[1]))
         dict(engine.model.named_parameters())["final_norm.gain"].requires_grad_(False)
@@ -400,27 +396,15 @@ def saved_and_continued(root: str) -> dict[str, tuple[dict[str, list], dict[tupl
 
 
 def in_dtype(root: str, dtype: str, groups: dict) -> tuple[dict[str, list], dict[tuple[str, str], list]]:
-    """Return what `tiny.going_on` does after a checkpoint of one step was written, by layout, and after it was read at
-    the same layout and at the next one. In fp32 there is ZeRO 1 without tensor or context parallelism alone: how
-    an engine keeps masters depends on the dtype, and what is cut of a tensor does not."""
+    """Return what tiny.saved_and_continued does. In fp32 there is ZeRO 1 without tensor or context parallelism alone:
+    how an engine keeps masters depends on the dtype, and what is cut of a tensor does not."""
     layouts = [name for name, (sizes, stage, _) in LAYOUTS.items() if dtype == "bf16" or (*sizes, stage) == (1, 1, 1)]
-    later, resumed = {}, {}
 
     def engine(name: str, seed: int) -> Engine:
         sizes, stage, parallel = LAYOUTS[name]
         return tiny.engine(config(stage, dtype, parallel), groups[sizes], seed)
 
-    for name in layouts:
-        first = engine(name, 3)
-        tiny.global_step(first, 0)
-        tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
-        later[name] = tiny.going_on(first)
-    for name, following in zip(layouts, [*layouts[1:], *layouts], strict=False):
-        for other in (name, following) if "fsdp" in name else (following,):
-            second = engine(other, 11)
-            tiny.load(second, Path(root) / name)
-            resumed[name, other] = tiny.going_on(second)
-    return later, resumed
+    return tiny.saved_and_continued(Path(root), layouts, engine, lambda name: "fsdp" in name)
 
 
 @pytest.fixture(scope="module")
@@ -542,7 +526,4 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     check_killed(tmp_path, corpus, 12, 6, sections, launcher="deepspeed")
     settings = json.loads((tmp_path / "cut/fsdp.json").read_text())
     assert settings["reshard_after_forward"] is True and settings["offload"] == "all"
-    rows = map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines())
-    *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
-    scored = json.loads(sagetrain("eval", tmp_path / "whole", "--attention", "sdpa", "--json").stdout)
-    assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
+    check_scored(tmp_path / "whole", "--attention", "sdpa")

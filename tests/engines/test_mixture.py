@@ -343,10 +343,6 @@ HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
 """The layouts that write checkpoints, each read by the next one as well, and the configuration, by dtype."""
 
 
-def state_of(engine: Engine) -> list[torch.Tensor]:
-    return [owned.read(kind).clone() for owned in engine.owned() for kind in owned.kinds]
-
-
 def lacking_room(groups: ParallelGroups) -> dict[float, Any]:
     """Return the numbers of a step that is refused for lack of room and taken again, and those of a step with room for
     all rows, with the state behind both."""
@@ -354,10 +350,10 @@ def lacking_room(groups: ParallelGroups) -> dict[float, Any]:
     for room in (1.0, groups.ep_size):
         most: list[int] = []
         engine = tiny.engine(config(1, {"expert_parallel_size": groups.ep_size, "expert_room": room}), groups)
-        before, refused = state_of(engine), 0
+        before, refused = tiny.state_of(engine), 0
         while (result := engine.step(own, len(own), 0.05, counted=counted)).room:
             refused += 1
-            assert all(map(torch.equal, before, state_of(engine))), "a step without room has changed something"
+            assert all(map(torch.equal, before, tiny.state_of(engine))), "a step without room has changed something"
         assert result.applied and (refused > 0) == (room == 1)
         plan = partial(planned, most)
         with patch.object(dispatch, "plan_rows", plan):
@@ -365,7 +361,7 @@ def lacking_room(groups: ParallelGroups) -> dict[float, Any]:
         # Rows of a rank have the same mean by both ways: those of its tokens.
         mean = EXPERTS["per_token"] * own[0].tokens.numel()
         assert max(most) <= engine.room.times * mean, "an evaluation has more rows than there is room for"
-        found[room] = result.metrics | valid, state_of(engine)
+        found[room] = result.metrics | valid, tiny.state_of(engine)
     return found
 
 
@@ -393,17 +389,17 @@ def saved_and_continued(
         if name == "ZeRO 1" and dtype == "fp32":
             assert tiny.generates_the_same(tiny.on(config(**CASES[name][1] | how), groups[name]), first), name
         take(first, range(1), sequences)
-        before = state_of(first)
+        before = tiny.state_of(first)
         own, counted = batches(first.groups, 4, sequences)
         first.step(own, len(own), 0.05, Observers(judge=lambda metrics: Verdict(apply=False)), counted)
-        assert all(map(torch.equal, before, state_of(first))), f"{name}: a refused step has changed something"
+        assert all(map(torch.equal, before, tiny.state_of(first))), f"{name}: a refused step has changed something"
         tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
         found[name, "left alone"] = tiny.going_on(first, sequences)
         second = engine(other, 11)
         tiny.load(second, Path(root) / name)
         found[name, other] = tiny.going_on(second, sequences)
         tiny.load(first, Path(root) / name)
-        assert all(map(torch.equal, before, state_of(first))), f"{name}: a rewound engine has another state"
+        assert all(map(torch.equal, before, tiny.state_of(first))), f"{name}: a rewound engine has another state"
         found[name, name] = tiny.going_on(first, sequences)
     return found
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
+from runs import check_killed, check_scored, finish, log_of, rows_of, sagetrain, write_config
 from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
@@ -21,12 +21,10 @@ from sagetrain.engines.protocol import Observers
 from sagetrain.engines.step import Engine
 from sagetrain.model.backends import attention_function
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.stability.controller import Event
 from sagetrain.stability.linear_errors import LinearErrors
 from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.stability.quant_noise import QuantizationProbe
-from sagetrain.stability.spikes import Verdict
 from spoiled import spoiled
 
 SHAPE = {"num_layers": 5, "num_attention_heads": 4}
@@ -241,12 +239,8 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
-def saved_and_continued(root: str) -> tuple[dict[str, list], dict[tuple[str, str], list], bool]:
-    """Return what `tiny.going_on` does after a checkpoint was written, by layout, and after it was read at the same
-    layout and at the next one; and whether a refused step between them left every bit as it was."""
-    later, resumed, groups = {}, {}, {sizes: tiny.join(*sizes) for sizes, _ in LAYOUTS.values()}
-    refused = Observers(judge=lambda metrics: Verdict(False, Event("spike", "refused")))
-    unchanged = True
+def saved_and_continued(root: str) -> tuple[dict[str, list], dict[tuple[str, str], list]]:
+    groups = {sizes: tiny.join(*sizes) for sizes, _ in LAYOUTS.values()}
 
     def engine(name: str, seed: int) -> Engine:
         sizes, parallel = LAYOUTS[name]
@@ -254,26 +248,11 @@ def saved_and_continued(root: str) -> tuple[dict[str, list], dict[tuple[str, str
         model = {**TIED, "num_key_value_heads": 2}  # Four ranks that share a sequence have copies of them.
         return tiny.engine(config(1, "bf16", parallel=parallel, model=model), groups[sizes], seed)
 
-    for name in LAYOUTS:
-        first = engine(name, 3)
-        tiny.global_step(first, 0)
-        tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
-        before = [kept.read(kind).clone() for kept in first.owned() for kind in kept.kinds]
-        tiny.global_step(first, 4, observers=refused)
-        after = [kept.read(kind) for kept in first.owned() for kind in kept.kinds]
-        unchanged &= all(map(torch.equal, before, after))
-        later[name] = tiny.going_on(first)
-    for name, following in zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS], strict=False):
-        for other in (name, following) if name != "context 4" else (following,):
-            second = engine(other, 11)
-            tiny.load(second, Path(root) / name)
-            resumed[name, other] = tiny.going_on(second)
-    return later, resumed, unchanged
+    return tiny.saved_and_continued(Path(root), [*LAYOUTS], engine, lambda name: name != "context 4")
 
 
 def test_checkpoints_continue_at_any_layout(worlds) -> None:
-    *_, (later, resumed, unchanged), root = worlds
-    assert unchanged
+    *_, (later, resumed), root = worlds
     for (name, other), losses in resumed.items():
         if name == other:
             assert losses == later[name], name
@@ -314,14 +293,10 @@ def tasks_in(folder: Path) -> list[str]:
     return [str(folder / f"{name}.yaml") for name in TASKS]
 
 
-def rows_in(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def numbers_in(run: Path) -> list[tuple[int, dict[str, float]]]:
     """Return the numbers of each step of a run, without those that are times."""
     found: dict[int, dict[str, float]] = {}
-    for row in rows_in(run / "metrics.jsonl"):
+    for row in rows_of(run):
         kept = {key: value for key, value in row.items() if "/" in key and not key.startswith(("perf", "samples"))}
         found.setdefault(row["step"], {}).update(kept)
     return sorted(found.items())
@@ -358,7 +333,7 @@ def test_everything_that_watches_a_run_works_in_a_pipeline(tmp_path, corpus) -> 
         path = write_config(tmp_path / f"{name}.yaml", bad, tmp_path / name, parallel=parallel, **sections)
         finish(launcher, path)
     one, two = (tmp_path / name for name in runs)
-    events, again = ([{**row, "time": 0} for row in rows_in(run / "events.jsonl")] for run in (one, two))
+    events, again = ([{**row, "time": 0} for row in rows_of(run, "events")] for run in (one, two))
     assert [(event["kind"], event["step"]) for event in again] == [(event["kind"], event["step"]) for event in events]
     assert "rewind" in {event.get("action") for event in events}
     names = set()
@@ -371,7 +346,7 @@ def test_everything_that_watches_a_run_works_in_a_pipeline(tmp_path, corpus) -> 
                 assert value == pytest.approx(theirs[key], rel=0.05, abs=1e-3), (step, key)
     wanted = {"quant/2/dS/rel_l2", "quant_noise/2/ratio", "noise/embedding/scale_tokens"}
     assert wanted | {"valid/train/loss", "eval/choose/acc", "eval/write/exact_match"} <= names
-    texts, same = ([(row["step"], row["text"]) for row in rows_in(run / "samples.jsonl")] for run in (one, two))
+    texts, same = ([(row["step"], row["text"]) for row in rows_of(run, "samples")] for run in (one, two))
     assert [step for step, _ in texts] == [step for step, _ in same] and len(texts) >= 8
     assert texts[0][0] == 5 and texts[:2] == same[:2]  # Later texts are drawn by other roundings.
 
@@ -384,27 +359,15 @@ def test_a_run_whose_stages_are_killed_ends_with_the_same_bits(tmp_path, corpus)
         "parallel": {"engine": "fsdp", "pipeline_parallel_size": 2},
         "training": {"dtype": "bf16"},
         "optimizer": {"name": "muon", "moments": "int8", "master": "bf16_kahan"},
-        "checkpoint": {"every_tokens": 1280},
         "evaluation": {"every_tokens": 2560},
         "logging": {"layer_norms_every_steps": 5},
     }
-    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=12, **sections)
-    finish("deepspeed", whole)
-    assert "x pipeline parallel 2 (blocks in chunks:" in log_of(whole)
-    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=12, **sections)
-    # A checkpoint is published behind the steps that follow it.
-    published = (tmp_path / "cut/checkpoints").glob
-    assert when("ranks", cut, lambda: reached(cut, 7)() and any(published("step-*")), kill_all) != 0
-    finish("ranks", cut)
-    assert "resumed from step-" in log_of(cut)
-    check_same(tmp_path / "cut", tmp_path / "whole", 12)
-    rows = list(map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines()))
-    *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
-    scored = json.loads(sagetrain("eval", tmp_path / "whole", "--attention", "sdpa", "--json").stdout)
-    assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
+    check_killed(tmp_path, corpus, 12, 7, sections, launcher="deepspeed")
+    assert "x pipeline parallel 2 (blocks in chunks:" in log_of(tmp_path / "whole.yaml")
+    check_scored(tmp_path / "whole", "--attention", "sdpa")
     choose, _ = tasks_in(tmp_path)
     asked = json.loads(sagetrain("eval", tmp_path / "whole", "--tasks", choose, "--json").stdout)
     assert 0 <= asked["tasks"]["choose"]["acc"] <= 1
     assert sagetrain("generate", tmp_path / "whole", "def ", "--max-tokens", 4).stdout.startswith("def ")
-    assert any("norms/2/gradient" in row and "noise/0/variance" in row for row in rows)
+    assert any("norms/2/gradient" in row and "noise/0/variance" in row for row in rows_of(tmp_path / "whole"))
     assert sagetrain("export", tmp_path / "whole", tmp_path / "hf").returncode == 0

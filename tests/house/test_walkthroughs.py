@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runs import ROOT, write_config
+from runs import ROOT, rows_of, write_config
 
 
 def test_the_walkthroughs_apply_and_a_run_works_with_them(corpus: Path, tmp_path: Path) -> None:
@@ -32,6 +32,6 @@ def test_the_walkthroughs_apply_and_a_run_works_with_them(corpus: Path, tmp_path
     commands = [["train", str(config)], ["export", str(tmp_path / "run"), str(tmp_path / "hf")]]
     program = f"from sagetrain.__main__ import main; assert not any(map(main, {commands}))"
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run")
     assert any(row.get("train/documents", 0) > 0 for row in rows)
     assert json.loads((tmp_path / "hf/config.json").read_text())["hidden_act"] == "relu2"

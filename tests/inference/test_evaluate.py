@@ -13,7 +13,7 @@ import torch
 import zstandard
 
 from prepare_inputs import TEXTS, prepare
-from runs import finish, sagetrain, write_config
+from runs import finish, rows_of, sagetrain, write_config
 from sagetrain.cli.evaluate import _beside_unigram, _show_losses
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import NO_DATA, DataSource
@@ -61,17 +61,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder
 
 
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 # -- the sequences that training evaluates on ----------------------------------------------------------------------
 
 
 def test_eval_gives_the_losses_that_training_ended_with(run: Path) -> None:
     result = sagetrain("eval", run, "--json")
     assert result.returncode == 0, result.stderr
-    found, rows = json.loads(result.stdout), read_rows(run / "metrics.jsonl")
+    found, rows = json.loads(result.stdout), rows_of(run)
     trained = [row for row in rows if "valid/loss" in row][-1]
     assert found["all"]["loss"] == pytest.approx(trained["valid/loss"], abs=1e-5)
     assert [part["name"] for part in found["sources"]] == ["valid", "train"]
@@ -183,7 +179,7 @@ def test_sources_have_their_names_in_windows_too(loaded: TrainedRun) -> None:
 def test_text_is_the_same_in_every_form(loaded: TrainedRun, texts: Path) -> None:
     paths = [str(texts / name) for name in ("held.jsonl", "held.jsonl.zst", "prepared/held")]
     forms = evaluate_texts(loaded, paths, text_key="body")
-    size = sum(len(row["body"].encode()) for row in read_rows(Path(paths[0])))
+    size = sum(len(row["body"].encode()) for row in rows_of(texts, "held"))
     assert [form.bytes for form in forms] == [size] * 3
     assert [form.counted for form in forms] == ["in the text", "in the text", "by prepare"]
     assert len({form.nats for form in forms}) == 1

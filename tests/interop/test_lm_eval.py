@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 import tiny
 from distributed import run_distributed
-from runs import finish, sagetrain, write_config
+from runs import finish, rows_of, sagetrain, write_config
 from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, finished, generate
@@ -398,7 +398,7 @@ def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tm
     for name, evaluation in (("with", {"num_sequences": 8, **asking}), ("without", {"num_sequences": 8})):
         config = write_config(tmp_path / f"{name}.yaml", corpus, tmp_path / name, **plain, evaluation=evaluation)
         finish("sagetrain", config)
-        rows.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+        rows.append(rows_of(tmp_path / name))
     asked, _ = rows
     assert [row["step"] for row in asked if "eval/choose/acc" in row] == [4, 8]
     (losses, same) = ([row["train/loss"] for row in each if "train/loss" in row] for each in rows)

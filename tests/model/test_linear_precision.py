@@ -1,7 +1,6 @@
 """Linear layers in 8 bits inside the model: the layers that have them at every layout, and the distance between
 layouts."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 import tiny
 from distributed import of_first_rank, run_distributed
-from runs import finish, sagetrain, write_config
+from runs import finish, rows_of, sagetrain, write_config
 from sagekernels.lowbit import LOW_BIT, LowBit
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
@@ -45,17 +44,11 @@ def linear_of(name: str, **keys: int | str) -> LinearConfig:
 def model(
     linear: LinearConfig, groups: ParallelGroups = SINGLE, shape: ModelConfig = SHAPE, **arguments: object
 ) -> Transformer:
-    """Build a model with larger weights, and with gains that are not 1. They are the same in every layout."""
     place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.float32}
     matmuls, _ = matmuls_of(linear, shape, **place)
     attention = AttentionConfig(backend="sdpa")
     network = tiny.transformer(shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **arguments)
-    with torch.no_grad():
-        for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
-            noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
-            full = 1 + 0.3 * noise if noise.ndim == 1 else 0.1 * noise
-            parameter.copy_(shard(full, spec.dim, groups))
-    return network
+    return tiny.enlarged(network, groups)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -392,7 +385,7 @@ def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
         calls, run = fresh.calls, Trainer(build(cfg))
         run.train()
         assert run.state.step == steps and fresh.calls > calls
-    rows = [json.loads(line) for line in (Path(root) / "first/events.jsonl").read_text().splitlines()]
+    rows = rows_of(f"{root}/first", "events")
     events = [(row["step"], row["action"]) for row in rows if row["kind"] == "spike"]
     assert events == [(15, "skip"), (18, "rewind")]
 
@@ -417,8 +410,7 @@ def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> N
     finish("sagetrain", second)
     said = second.with_suffix(".log").read_text()
     assert "changed since that checkpoint: linear.precision: 'bf16' -> 'fp8'" in said
-    rows = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    (resumed,) = (row for row in rows if row["kind"] == "resume")
+    (resumed,) = (row for row in rows_of(tmp_path / "run", "events") if row["kind"] == "resume")
     assert "linear.precision: 'bf16' -> 'fp8'" in resumed["changed"]
     assert resumed["text"].startswith("resumed at 2,560 tokens with 1 rank; changed: ")
     assert "linear layers fp8 in 1 of 2 blocks (its torch twin, since there is no GPU)" in said
@@ -428,8 +420,7 @@ def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> N
 def check_eval_in_8_bits(run: Path) -> None:
     """Check that the precision of training gives the loss that training measured. Other precisions give other
     losses."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [row["valid/loss"] for row in rows if "valid/loss" in row][-1]
+    trained = [row["valid/loss"] for row in rows_of(run) if "valid/loss" in row][-1]
     said: list[str] = []
 
     def loss(linear: str | None) -> float:

@@ -5,7 +5,6 @@ Training in this layout is tested beside the other layouts: test_engine.py, test
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import tiny
@@ -17,7 +16,6 @@ from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.data.batch import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.collectives import gather_heads, scatter_heads
-from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB, SEQUENCES, LENGTH = 128, 2, 64
@@ -51,14 +49,8 @@ def random(seed: int, *shape: int) -> Tensor:
 
 
 def model(groups: ParallelGroups, backend: str, shape: ModelConfig = SHAPE, **arguments: object) -> Transformer:
-    """Build a model with larger weights, and with gains that are not 1. They are the same in every layout."""
     network = tiny.transformer(shape, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
-    with torch.no_grad():
-        for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
-            noise = random(i, *spec.shape)
-            full = 1 + 0.3 * noise if noise.ndim == 1 else 0.1 * noise
-            parameter.copy_(shard(full, spec.dim, groups))
-    return network
+    return tiny.enlarged(network, groups)
 
 
 def in_half(inputs: dict, number: int) -> dict:
@@ -80,26 +72,10 @@ def check_model(
     assert ours["tokens"].shape == (SEQUENCES, LENGTH // groups.cp_size)
     # Under tensor parallelism the halves of packed sequences are smoothed by their own means.
     halves = [in_half(theirs, i) for i in range(2)] if groups.tp_size > 1 else [theirs]
-
-    def by_one() -> list[Tensor]:
-        truth = torch.stack([dense(**half) for half in halves]).mean()
-        truth.backward()
-        return [truth, *(parameter.grad for parameter in dense.parameters())]
-
-    truth, *grads = of_first_rank(by_one)
-    loss = sliced(**ours)
-    loss.backward()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
     case = f"tp {groups.tp_size}, cp {groups.cp_size}, {backend}, documents {documents}, {shape}, {arguments}"
     # A product of fewer rows rounds differently, and that moves an INT8 code by one step now and then.
-    limit = 1e-5 if backend == "sage" else 1e-6
-    assert (mean / dist.get_world_size() - truth).abs() < limit, case
-    limit = 1e-2 if backend == "sage" else 1e-6 if groups.tp_size == 1 else 1e-5
-    for name, whole, part in zip(dense.specs, grads, sliced.parameters(), strict=True):
-        dist.all_reduce(part.grad, group=groups.replica_group)
-        error = part.grad / groups.num_replicas - shard(whole, dense.specs[name].dim, groups)
-        assert error.norm() / whole.norm() < limit, f"{case}: gradient of {name}"
+    limits = (1e-5, 1e-2) if backend == "sage" else (1e-6, 1e-6 if groups.tp_size == 1 else 1e-5)
+    tiny.check_slices(dense, lambda: torch.stack([dense(**half) for half in halves]).mean(), sliced, ours, limits, case)
 
 
 def check_sage(groups: ParallelGroups, documents: bool, key_heads: int = 4, dtype: torch.dtype = torch.float32) -> None:

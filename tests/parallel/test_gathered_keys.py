@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tiny
 from counted import block_activation_bytes, run_config, saved_bytes_per_token
-from distributed import of_first_rank, run_distributed
+from distributed import run_distributed
 from kernel_inputs import chunk_bounds
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
@@ -20,7 +20,6 @@ from sagetrain.engines.step import Engine
 from sagetrain.model.backends import Reference, Sdpa, VarlenSdpa, token_layout
 from sagetrain.model.chunk_layouts import with_chunks
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB, SEQUENCES = 128, 2
@@ -118,12 +117,7 @@ def model(groups: ParallelGroups, backend: str, heads: tuple[int, int], windows:
     name, _, smooth = backend.partition(" ")
     # Without K-smoothing codes are those of one rank. With it a chunk has the mean of the keys up to its end.
     attention = AttentionConfig(backend=name, recipe="scores", smooth_k=bool(smooth))
-    network = tiny.transformer(shape, attention, vocab_size=VOCAB, groups=groups, **how)
-    with torch.no_grad():
-        for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
-            noise = torch.randn(*spec.shape, generator=torch.Generator().manual_seed(i))
-            parameter.copy_(shard(1 + 0.3 * noise if noise.ndim == 1 else 0.1 * noise, spec.dim, groups))
-    return network
+    return tiny.enlarged(tiny.transformer(shape, attention, vocab_size=VOCAB, groups=groups, **how), groups)
 
 
 class Case(NamedTuple):
@@ -147,25 +141,10 @@ def check_model(case: Case, groups: ParallelGroups) -> None:
     if case.compiled:
         tiny.compile_first_rank(cut)
     data = batch(32 * case.gather, case.documents)
-
-    def by_one() -> list[Tensor]:
-        truth = dense(**data.inputs("cpu"))
-        truth.backward()
-        return [truth, *(parameter.grad for parameter in dense.parameters())]
-
-    truth, *grads = of_first_rank(by_one)
-    loss = cut(**data.inputs("cpu", groups))
-    loss.backward()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
     # A product of fewer rows rounds differently, and that moves an INT8 code by one step now and then.
     exact = (1e-6, 1e-6) if groups.tp_size == 1 else (1e-6, 1e-5)
-    loss_limit, limit = {"sage": (1e-5, 1e-2), "sage smooth": (1e-3, 0.03)}.get(case.backend, exact)
-    assert (mean / dist.get_world_size() - truth).abs() < loss_limit, (case, mean / dist.get_world_size() - truth)
-    for name, whole, part in zip(dense.specs, grads, cut.parameters(), strict=True):
-        dist.all_reduce(part.grad, group=groups.replica_group)
-        error = part.grad / groups.num_replicas - shard(whole, dense.specs[name].dim, groups)
-        assert error.norm() / whole.norm() < limit, (case, name, error.norm() / whole.norm())
+    limits = {"sage": (1e-5, 1e-2), "sage smooth": (1e-3, 0.03)}.get(case.backend, exact)
+    tiny.check_slices(dense, lambda: dense(**data.inputs("cpu")), cut, data.inputs("cpu", groups), limits, case)
 
 
 def in_processes(cases: list[Case]) -> None:
@@ -222,20 +201,9 @@ def engine(name: str, seed: int) -> Engine:
     )
 
 
-def saved_and_continued(root: str) -> dict[str, list[float]]:
-    """Return the losses after two steps of each layout, and those that go on from a checkpoint behind the first step at
-    the next layout."""
-    found, names = {}, list(LAYOUTS)
-    for name in names:
-        first = engine(name, 3)
-        tiny.global_step(first, 0)
-        tiny.save(Path(root) / name, first.groups, tiny.run_state(1), first.owned())
-        found[name] = tiny.going_on(first)
-    for name, following in zip(names, names[1:] + names[:1], strict=True):
-        second = engine(following, 11)
-        tiny.load(second, Path(root) / name)
-        found[f"{name} to {following}"] = tiny.going_on(second)
-    return found
+def saved_and_continued(root: str) -> dict[object, list[float]]:
+    later, resumed = tiny.saved_and_continued(Path(root), [*LAYOUTS], engine, lambda name: False)
+    return later | resumed
 
 
 def test_checkpoints_continue_at_any_layout(tmp_path: Path) -> None:

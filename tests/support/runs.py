@@ -187,6 +187,14 @@ def rows_of(run_dir: Path | str, name: str = "metrics") -> list[dict]:
     return [json.loads(line) for line in Path(run_dir, f"{name}.jsonl").read_text().splitlines()]
 
 
+def check_scored(run_dir: Path, *words: str) -> dict:
+    """Check that `sagetrain eval` measures the loss of the run's last evaluation, and return what it says."""
+    *_, last = (row["valid/loss"] for row in rows_of(run_dir) if "valid/loss" in row)
+    scored = json.loads(sagetrain("eval", run_dir, *words, "--json").stdout)
+    assert abs(scored["all"]["loss"] - last) < 2e-3 * last, (scored, last)
+    return scored
+
+
 def training_rows(run_dir: Path) -> list[dict]:
     return [{k: row[k] for k in ("step", "tokens", "train/loss", "train/lr", "train/tokens_per_step")}
             for row in rows_of(run_dir) if "train/loss" in row]  # fmt: skip

@@ -1,6 +1,6 @@
 """A tiny run for tests: configuration, engine and global batches that do not depend on the layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import torch
 import torch._dynamo.guards
+import torch.distributed as dist
 
+from distributed import of_first_rank
 from sagetrain.checkpoint import reading
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
@@ -35,8 +37,10 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.pieces import TensorPiece, clip_gradients
 from sagetrain.optim.states import Fp32
+from sagetrain.parallel.layers import shard
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.stability.spikes import Verdict
 
 VOCAB, SEQ = 128, 16
 
@@ -89,6 +93,50 @@ def transformer(
     place = {"dtype": dtype, "device": torch.device(device)}
     functions = functions or attention_functions(attention, model, **place)
     return Transformer(model, attention, functions=functions, **place, **how)
+
+
+def enlarged(network: Transformer, groups: ParallelGroups, by: float = 0.1) -> Transformer:
+    """Make the weights of a model larger, and gains different from 1. They are the same in every layout."""
+    with torch.no_grad():
+        for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
+            noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
+            parameter.copy_(shard(1 + 0.3 * noise if noise.ndim == 1 else by * noise, spec.dim, groups))
+    return network
+
+
+def check_slices(
+    dense: Transformer,
+    truth: Callable[[], torch.Tensor],
+    sliced: Transformer,
+    inputs: dict[str, Any],
+    limits: tuple[float, float],
+    case: object,
+) -> None:
+    """Check that a model on slices of sequences has the mean loss and, averaged over replicas, the gradients of one
+    rank.
+
+    Args:
+        truth: returns the loss of `dense`.
+        inputs: the arguments of `sliced` on this rank.
+        limits: the largest errors of the loss and of a gradient.
+    """
+
+    def by_one() -> list[torch.Tensor]:
+        loss = truth()
+        loss.backward()
+        return [loss, *(parameter.grad for parameter in dense.parameters())]
+
+    expected, *grads = of_first_rank(by_one)
+    loss, groups = sliced(**inputs), sliced.groups
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    error = (mean / dist.get_world_size() - expected).abs()
+    assert error < limits[0], f"{case}: loss off by {error}"
+    for name, whole, part in zip(dense.specs, grads, sliced.parameters(), strict=True):
+        dist.all_reduce(part.grad, group=groups.replica_group)
+        error = (part.grad / groups.num_replicas - shard(whole, dense.specs[name].dim, groups)).norm() / whole.norm()
+        assert error < limits[1], f"{case}: gradient of {name} off by {error}"
 
 
 def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3, **others: Any) -> Transformer:
@@ -202,6 +250,41 @@ def going_on(engine: Engine, sequences: int = 4) -> list[float]:
     """Return the loss of a step, which shows the weights that an engine begins with, and that of an evaluation behind
     it, which shows the moments as well."""
     return [global_step(engine, 1, sequences).loss, evaluation(engine, ["web"])["valid/loss"]]
+
+
+def state_of(engine: Engine) -> list[torch.Tensor]:
+    """Return a copy of what this rank keeps: masters and moments."""
+    return [owned.read(kind).clone() for owned in engine.owned() for kind in owned.kinds]
+
+
+def saved_and_continued(
+    root: Path, names: Sequence[str], engine: Callable[[str, int], Engine], again: Callable[[str], bool]
+) -> tuple[dict[str, list[float]], dict[tuple[str, str], list[float]]]:
+    """Save a checkpoint behind the first step of each layout, and have one step refused, which changes nothing.
+
+    Args:
+        engine: returns the engine of a layout, whose weights begin with a seed.
+        again: says whether a layout reads its own checkpoint as well.
+
+    Returns:
+        What `going_on` does after that, by layout; and after the checkpoint was read, by the layout that wrote it and
+        the one that read it: the same, and the next one.
+    """
+    later, resumed = {}, {}
+    for name in names:
+        first = engine(name, 3)
+        global_step(first, 0)
+        save(root / name, first.groups, run_state(1), first.owned())
+        before = state_of(first)
+        global_step(first, 4, observers=Observers(judge=lambda metrics: Verdict(apply=False)))
+        assert all(map(torch.equal, before, state_of(first))), f"{name}: a refused step has changed something"
+        later[name] = going_on(first)
+    for name, following in zip(names, [*names[1:], names[0]], strict=True):
+        for other in (name, following) if again(name) else (following,):
+            second = engine(other, 11)
+            load(second, root / name)
+            resumed[name, other] = going_on(second)
+    return later, resumed
 
 
 def owned(name: str, tensors: dict[str, torch.Tensor]) -> Owned:

@@ -1,10 +1,6 @@
 """A hybrid of gated delta nets and attention trains, stops, continues and is evaluated as other models are."""
 
-import json
-
-import pytest
-
-from runs import check_killed, log_of, rows_of, sagetrain
+from runs import check_killed, check_scored, log_of, rows_of, sagetrain
 
 SECTIONS: dict[str, dict] = {
     "model": {"delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}, "num_layers": 4},
@@ -27,14 +23,11 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     `export` has no class for it."""
     check_killed(tmp_path, corpus, 8, 4, SECTIONS)
     assert "gated delta net in plain torch, since there is no GPU" in log_of(tmp_path / "whole.yaml")
-    rows = rows_of(tmp_path / "whole")
-    trained = [row for row in rows if "train/loss" in row]
+    trained = [row for row in rows_of(tmp_path / "whole") if "train/loss" in row]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert {name for row in trained for name in row if name.endswith("S/largest")} == {"quant/3/S/largest"}
     assert any(name.startswith("quant_noise/0/") for row in trained for name in row)
-    *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
-    scored = json.loads(sagetrain("eval", tmp_path / "whole", "--json").stdout)
-    assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
+    check_scored(tmp_path / "whole")
     assert sagetrain("generate", tmp_path / "whole", "the", "--max-tokens", "4").returncode == 0
     table = sagetrain("diagnose", tmp_path / "whole").stdout
     assert "largest relative L2 of dS: layer 3" in table and "0.attention.qkv" in table

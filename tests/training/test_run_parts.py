@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from distributed import run_distributed
-from runs import at_step, check_same, final_tensors, finish, kill_all, log_of, training_rows, write_config
+from runs import at_step, check_same, final_tensors, finish, kill_all, log_of, rows_of, training_rows, write_config
 from sagetrain import api
 from sagetrain.costs.hardware import H200
 from sagetrain.planning.plan import make_plan
@@ -64,9 +64,9 @@ def test_the_first_part_is_a_plain_run_and_says_so(tmp_path, corpus, whole) -> N
         for run in (tmp_path / "plain", whole)
     )
     assert border.keys() == step.keys() and all(border[name].equal(step[name]) for name in border)
-    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert [row["train/seq_length"] for row in rows if "train/loss" in row] == [32] * BORDER + [64] * (STEPS - BORDER)
-    events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
+    lengths = [row["train/seq_length"] for row in rows_of(whole) if "train/loss" in row]
+    assert lengths == [32] * BORDER + [64] * (STEPS - BORDER)
+    events = rows_of(whole, "events")
     said = [event["text"] for event in events if event["kind"] == "sequences"]
     assert said == [
         f"sequences of {length} tokens up to {256 * end:,} tokens, in training and in data.valid"
