@@ -28,7 +28,7 @@ from sagetrain.auto.timed_choice import TimeTable, decide, settle
 from sagetrain.checkpoint.state import SettledOverlap
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.layout import Layout
-from sagetrain.config.schema import Recomputation, RunConfig
+from sagetrain.config.schema import ParallelConfig, Recomputation, RunConfig
 from sagetrain.costs.accounting import overlaps
 from sagetrain.model.chunks import whole
 from sagetrain.model.compile import compile_blocks
@@ -43,7 +43,9 @@ Choice = Literal["auto", "on", "off"]
 
 def record(settled: RunConfig) -> SettledOverlap:
     """Return the entry of a checkpoint about the choice: the choice, and the layout that it was made for."""
-    return SettledOverlap(settled.parallel.tensor_parallel_overlap, _layout(settled))
+    return SettledOverlap(
+        settled.parallel.tensor_parallel_overlap, _layout(settled.parallel, settled.data.micro_batch_size)
+    )
 
 
 def settle_overlap(
@@ -100,15 +102,15 @@ def settle_overlap(
         place: dict[str, Any] = {"device": device, "cache": cache, "say": say}
         return "on" if decide(key, measure, key=known, waits=waits, together=True, **place) == "on" else "off"
 
-    kept = before.choice if asked == "auto" and before and before.layout == _layout(cfg) else None
+    layout = _layout(cfg.parallel, cfg.data.micro_batch_size)
+    kept = before.choice if asked == "auto" and before and before.layout == layout else None
     return settle(key, asked, kept, lambda choice: "", untimed, timed, together=True, device=device, say=say)
 
 
-def _layout(cfg: RunConfig) -> dict[str, Any]:
+def _layout(parallel: ParallelConfig, micro_batch_size: int) -> dict[str, Any]:
     """Return the settings that decide about the order of sums of a micro-batch."""
     names = "tensor_parallel_size", "context_parallel_size", "sequence_parallel"
-    layout = {name: getattr(cfg.parallel, name) for name in names}
-    return {**layout, "micro_batch_size": cfg.data.micro_batch_size}
+    return {name: getattr(parallel, name) for name in names} | {"micro_batch_size": micro_batch_size}
 
 
 FEW, MANY = 2, 8

@@ -34,7 +34,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.rendezvous import RanksMissing, by_host, ended_by_signals, ranges, where
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError, many
-from sagetrain.config.schema import RunConfig, TrainingConfig
+from sagetrain.config.schema import AttentionConfig, RunConfig, TrainingConfig
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.topology import Topology
 
@@ -340,9 +340,9 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "pp": rank // topology.stage_size,
         **dict(zip(("dp", "cp", "tp"), topology.coords(rank), strict=True)),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "devices": _told_apart(cfg, device),
+        "devices": _told_apart(cfg.attention, cfg.linear.precision, device),
         "gpus": torch.cuda.device_count(),
-        "versions": {**versions(), **_flash_attn(cfg, device)},
+        "versions": {**versions(), **_flash_attn(cfg.attention.backend, device)},
         "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
         "files": {name: digest[:SHOWN] for name, digest in files.items()},
         "environment": {
@@ -353,20 +353,19 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
     }
 
 
-def _told_apart(cfg: RunConfig, device: torch.device) -> dict[str, str]:
+def _told_apart(attention: AttentionConfig, precision: str, device: torch.device) -> dict[str, str]:
     """Return the properties of the device that all ranks must share. If `auto` asked what a GPU can do and ranks got
     different answers, they would wait for each other forever."""
-    attention, told = cfg.attention, {"device": device.type}
-    decided: list[str] = [attention.backend, cfg.linear.precision]
+    told, decided = {"device": device.type}, [attention.backend, precision]
     decided += [attention.recipe] if attention.backend == "sage" else []
     if device.type == "cuda" and "auto" in decided:
         told["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return told
 
 
-def _flash_attn(cfg: RunConfig, device: torch.device) -> dict[str, str]:
+def _flash_attn(backend: str, device: torch.device) -> dict[str, str]:
     """Return the version of flash-attn that backend `auto` finds on this host. The first rank chooses for all ranks."""
-    if device.type != "cuda" or cfg.attention.backend != "auto":
+    if device.type != "cuda" or backend != "auto":
         return {}
     # The import also loads Triton, which `doctor` does not need.
     from sagetrain.model.backends import find_flash

@@ -25,7 +25,7 @@ from typing import Any
 
 from sagetrain.config import yaml_nodes
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig, Section
 
 STABILITY_NAME = "stability.json"
 """The file in the run folder that holds the measurements; cluster/run_folder.py writes it."""
@@ -85,10 +85,10 @@ def ratios_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Ratio]:
     }
 
 
-def margin_of(cfg: RunConfig) -> float:
+def margin_of(schedule: Section) -> float:
     """Return the margin of the noise_aware schedule. Other schedules get its default."""
-    if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
-        return cfg.tokens_per_step.margin
+    if isinstance(schedule, NoiseAwareTokens):
+        return schedule.margin
     margin: float = NoiseAwareTokens.model_fields["margin"].default
     return margin
 

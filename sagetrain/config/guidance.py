@@ -134,7 +134,7 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
         if layers := {name: ratio.at(tokens) for name, ratio in run.ratios.items() if name != ALL}:
             worst = max(layers, key=lambda name: layers[name])
             said[-1] += f" (largest in layer {worst}: {layers[worst]:.2g})"
-        if critical := critical_tokens(run.ratios, margin_of(cfg)):
+        if critical := critical_tokens(run.ratios, margin_of(cfg.tokens_per_step)):
             said[-1] += f"; {critical_in_words(critical)}"
         if biased := whole.bias_to_gradient is not None and whole.bias_to_gradient > 0:
             said[-1] += (

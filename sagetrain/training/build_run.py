@@ -133,7 +133,7 @@ def _built(
             Kept.by(met.checkpoint) if met.checkpoint and not met.begins_part else None,
             files.train,
             met.groups,
-            compiled=compiles(cfg, met.device),
+            compiled=compiles(cfg.training.compile, met.device),
             vocab_size=padded_vocab_size(files.vocab_size),
             device=met.device,
             dtype=files.dtype,
@@ -148,7 +148,7 @@ def _built(
     run = assemble(files, met, settled, engine, resumed, times)
     times.ended("state ready")
     times.from_memory = met.from_memory
-    compiled = "; the first step compiles" * compiles(run.cfg, met.device)
+    compiled = "; the first step compiles" * compiles(run.cfg.training.compile, met.device)
     met.reporter.say(f"started in {sum(times.seconds.values()):.1f} s, log in {files.folder.log}{compiled}")
     return run
 
@@ -330,9 +330,9 @@ def _hashes(files: CheckedFiles, say: Callable[[str], None]) -> dict[str, str]:
 # -- 4. build the engine -----------------------------------------------------------------------------------------------
 
 
-def compiles(cfg: RunConfig, device: torch.device) -> bool:
-    """Whether the run compiles its blocks."""
-    return {"auto": device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
+def compiles(how: str, device: torch.device) -> bool:
+    """Whether a run compiles its blocks, by training.compile."""
+    return {"auto": device.type == "cuda", "on": True, "off": False}[how]
 
 
 def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
@@ -358,7 +358,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
         chunks=chunks_of_stage(cfg, vocab_size, met.groups.pp_rank),
     )
     model.offload = ActivationOffload.on(met.device) if cfg.training.activation_offload else None
-    compiled = compiles(cfg, met.device)
+    compiled = compiles(cfg.training.compile, met.device)
     if compiled:
         compile_blocks(model, hooks=layout.engine == "fsdp", inner_hooks=layout.calls_experts)
     micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // layout.micro_step

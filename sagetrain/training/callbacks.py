@@ -116,21 +116,21 @@ class Callbacks:
     def __init__(self, own: Sequence[Callback], users: Sequence[Callback], failures: Failures | None = None) -> None:
         self._own, self._users, self._failures = own, users, failures or Failures()
 
-    def tell(self, hook: str, call: Callable[[Callback], None]) -> None:
-        """Call a hook of every callback. After the first error of a user's function, which is kept, no callback of the
-        user is called again.
+    def tell(self, hook: Callable[..., None], *args: object) -> None:
+        """Call a hook of every callback with these arguments. After the first error of a user's function, which is
+        kept, no callback of the user is called again.
 
         Args:
-            hook: the name of the hook, for the error.
+            hook: the hook of Callback.
         """
         for callback in self._own:
-            call(callback)
-        self._tell_users(hook, call)
+            getattr(callback, hook.__name__)(*args)
+        self._tell_users(hook.__name__, *args)
 
-    def _tell_users(self, hook: str, call: Callable[[Callback], None]) -> None:
+    def _tell_users(self, hook: str, *args: object) -> None:
         for callback in self._users if self._failures.text is None else ():
             try:
-                call(callback)
+                getattr(callback, hook)(*args)
             # Whatever the error is, a checkpoint is saved first.
             except Exception as error:  # noqa: BLE001
                 self._failures.keep(f"the callback {type(callback).__name__} failed in {hook}", error)
@@ -141,4 +141,4 @@ class Callbacks:
         with contextlib.ExitStack() as stack:
             for callback in self._own:
                 stack.callback(callback.on_end, position, finished)
-            self._tell_users("on_end", lambda callback: callback.on_end(position, finished))
+            self._tell_users("on_end", position, finished)

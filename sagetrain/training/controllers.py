@@ -102,7 +102,9 @@ class Controllers:
         self._stragglers = None
         if stability.stragglers:
             self._stragglers = Stragglers(groups.rank, places, groups.topology.stage_size, device)
-        self._replay = _replay(engine, places, cfg) if stability.replay.every_steps else None
+        self._replay = (
+            _replay(engine, places, cfg.attention.backend, every) if (every := stability.replay.every_steps) else None
+        )
         self.controllers += [self._stragglers] if self._stragglers else []
         other = {each.name for each in self.controllers if begins_part and each.of_sequences}
         self._restore({name: each for name, each in state.controllers.items() if name not in other})
@@ -144,7 +146,7 @@ class Controllers:
             self._reporter.say(f"{said} (stability.json, docs/stability.md)")
 
     def _critical(self) -> dict[str, Any] | None:
-        return critical_tokens(ratios_of(self._measured.state()["metrics"]), margin_of(self._cfg))
+        return critical_tokens(ratios_of(self._measured.state()["metrics"]), margin_of(self._cfg.tokens_per_step))
 
     # -- around a step -------------------------------------------------------------------------------------------
 
@@ -340,18 +342,18 @@ class Controllers:
         )
 
 
-def _replay(engine: Engine, places: Sequence[str], cfg: RunConfig) -> ReplicaCheck:
+def _replay(engine: Engine, places: Sequence[str], backend: str, every: int) -> ReplicaCheck:
     """Return the comparison of replicas; collective.
 
     Raises:
         ConfigError: their GPUs are of different models, whose kernels give different bits, or their attention was not
             tried on GPUs.
     """
-    device, every = engine.device, cfg.stability.replay.every_steps
-    if device.type == "cuda" and cfg.attention.backend != "sage":
+    device = engine.device
+    if device.type == "cuda" and backend != "sage":
         raise ConfigError(
             f"stability.replay.every_steps: {every} compares bits, which was not tried on a GPU with attention.backend "
-            f"{cfg.attention.backend}; set it to null, or use attention.backend sage"
+            f"{backend}; set it to null, or use attention.backend sage"
         )
     models = of_every_rank(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     if len(different := sorted(set(models))) > 1:

@@ -20,7 +20,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About
 from sagetrain.config.run_parts import begin_of, part_at, run_of
-from sagetrain.config.schema import DataSource, RunConfig, is_url
+from sagetrain.config.schema import DataConfig, DataSource, RunConfig, TrainingConfig, is_url
 from sagetrain.costs.accounting import checkpoint_bytes
 from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
 from sagetrain.model.tensors import tensors
@@ -75,7 +75,7 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     for name, sources in there.items():
         if sources:
             paths = [each.path for each in sources]
-            found = list(_refused(f"data.{name}", paths, lambda s=sources: _open(cfg, s, vocab_size, sha256)))  # type: ignore[misc]
+            found = list(_refused(f"data.{name}", paths, lambda s=sources: _open(cfg.data, s, vocab_size, sha256)))  # type: ignore[misc]
             damaged |= bool(found)
             yield from found
     both = [*there["train"], *there["valid"]]
@@ -281,10 +281,9 @@ def _check_rights(url: str) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _of_run(cfg: RunConfig) -> tuple[str, str]:
+def _of_run(cfg: TrainingConfig) -> tuple[str, str]:
     """Return the key that names the folder of the run's checkpoints, and its value."""
-    url = cfg.training.run_url
-    return ("training.run_url", url) if url else ("training.run_dir", cfg.training.run_dir)
+    return ("training.run_url", cfg.run_url) if cfg.run_url else ("training.run_dir", cfg.run_dir)
 
 
 def is_there(source: DataSource) -> bool:
@@ -305,12 +304,12 @@ def _refused(key: str, value: object, check: Callable[[], object]) -> Iterator[F
         )
 
 
-def _open(cfg: RunConfig, sources: Sequence[DataSource], vocab_size: int | None, sha256: str | None) -> None:
+def _open(cfg: DataConfig, sources: Sequence[DataSource], vocab_size: int | None, sha256: str | None) -> None:
     """Open the files of sources as training does, and check their tokens."""
     # This import loads numpy.
     from sagetrain.data.token_files import check_vocabulary, open_sources
 
-    opened = open_sources(sources, cfg.data.seq_length, cfg.data.document_attention, sha256)
+    opened = open_sources(sources, cfg.seq_length, cfg.document_attention, sha256)
     files = [file for source in opened for file in source.files]
     if sum(file.num_tokens for file in files) <= _READ_TOKENS:
         for file in files:
@@ -344,7 +343,7 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
     from sagetrain.data.loader import SampleStream
     from sagetrain.training import init_from
 
-    key, value = _of_run(cfg) if goes_on else ("training.init_from", start)
+    key, value = _of_run(cfg.training) if goes_on else ("training.init_from", start)
     try:
         ours = identity(cfg, vocab_size, sha256, None)
         init_from.check(root, cfg, ours)
@@ -389,7 +388,7 @@ def _resume(
 
     said: list[str] = []
     folder, _ = on_disk.newest_whole(root, said.append, contents=False)
-    key, value = _of_run(cfg)
+    key, value = _of_run(cfg.training)
     yield from (About("damaged_checkpoint", key, value).warning(each, "") for each in said)
     if folder is None:
         return
@@ -414,7 +413,7 @@ def _resume(
     where = "is finished there" if tokens >= total else f"goes on there, at {tokens:,} of {total:,} tokens"
     why = f"holds {folder.name}: the run {where}{more}"
     yield About("goes_on", key, value).info(why, "choose another folder to begin anew")
-    if jump := resume.learning_rate_jump(cfg, folder, tokens, resume.last_step(state, cfg)):
+    if jump := resume.learning_rate_jump(cfg, folder, tokens, resume.last_step(state, cfg.data.seq_length)):
         yield About("learning_rate_jump", "training.total_tokens", total).warning(*jump)
 
 

@@ -107,15 +107,14 @@ class Reporter:
     def _row(self, writer: MetricsWriter, step: int, tokens: int, values: Mapping[str, float | None]) -> None:
         known = {name: value for name, value in values.items() if value is not None}
         writer.write(step, tokens, known)
-        self._callbacks.tell("on_row", lambda callback: callback.on_row(Position(step, tokens), known))
+        self._callbacks.tell(Callback.on_row, Position(step, tokens), known)
 
     def samples(self, state: TrainState, texts: Sequence[tuple[str, str]]) -> None:
         """Write rows of samples.jsonl from pairs of a prompt and its continuation, and print the first line of each."""
         for number, (prompt, text) in enumerate(texts, 1):
             if self._writer:
                 self._writer.sample(state.step, state.tokens, number, prompt, text)
-                told = partial(_tell_sample, Position(state.step, state.tokens), number, prompt, text)
-                self._callbacks.tell("on_sample", told)
+                self._callbacks.tell(Callback.on_sample, Position(state.step, state.tokens), number, prompt, text)
             self.say(f"step {state.step}: sample {number}: {textwrap.shorten(prompt + text, 150, placeholder=' ...')}")
 
     def event(self, state: TrainState, event: Event, say: bool = True) -> None:
@@ -123,8 +122,7 @@ class Reporter:
         self._event(state.step, state.tokens, event, say)
 
     def _event(self, step: int, tokens: int, event: Event, say: bool = True) -> None:
-        told = Position(step, tokens)
-        self._callbacks.tell("on_event", lambda callback: callback.on_event(told, event))
+        self._callbacks.tell(Callback.on_event, Position(step, tokens), event)
         if self._writer:
             self._writer.event(step, tokens, event)
             if say:
@@ -231,7 +229,3 @@ class Reporter:
                 self.row()
             self._writer.close()
             self._writer = None
-
-
-def _tell_sample(position: Position, number: int, prompt: str, text: str, callback: Callback) -> None:
-    callback.on_sample(position, number, prompt, text)

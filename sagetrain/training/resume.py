@@ -90,7 +90,7 @@ def check(
             "set checkpoint.new_optimizer: true to begin with new moments"
         )
     # Whole steps may end after training.total_tokens, so only the tokens before the last step tell a finished run.
-    if state.tokens - last_step(state, cfg) >= cfg.training.total_tokens:
+    if state.tokens - last_step(state, cfg.data.seq_length) >= cfg.training.total_tokens:
         raise ConfigError(
             f"training.total_tokens {cfg.training.total_tokens:,}: the run in {cfg.training.run_dir} has already seen "
             f"{state.tokens:,} tokens ({folder.name}): nothing would be trained. Name more tokens to go on, or choose "
@@ -129,7 +129,7 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
         lines = [line for line in lines if not line.startswith("linear.keep_layers_below:")]
     for line in lines:
         say(f"changed since that checkpoint: {line}")
-    if last := last_step(reader.state, cfg):
+    if last := last_step(reader.state, cfg.data.seq_length):
         if said := change_at_resume(cfg.tokens_per_step, reader.state.tokens, last):
             say(said)
         if jump := learning_rate_jump(cfg, reader.folder, reader.state.tokens, last):
@@ -148,14 +148,15 @@ def changed(cfg: RunConfig, folder: Location) -> list[str]:
     return [line for line in lines if not (lengths_of(cfg) and line.startswith(tuple(KEYS_OF_STAGES)))]
 
 
-def last_step(state: RunState, cfg: RunConfig) -> int:
-    """Return the tokens of the last step before a checkpoint; 0 if there was none."""
-    return state.ledger.last_tokens(state.identity.seq_length or cfg.data.seq_length) if state.ledger else 0
+def last_step(state: RunState, seq_length: int) -> int:
+    """Return the tokens of the last step before a checkpoint; 0 if there was none. `seq_length` is for a checkpoint
+    that says nothing of it."""
+    return state.ledger.last_tokens(state.identity.seq_length or seq_length) if state.ledger else 0
 
 
 def parts_of(state: RunState, cfg: RunConfig) -> tuple[int, int]:
     """Return the number of the part of a run that wrote a checkpoint, and of the part that continues from it."""
-    wrote = part_at(cfg, state.tokens - last_step(state, cfg))
+    wrote = part_at(cfg, state.tokens - last_step(state, cfg.data.seq_length))
     return wrote, wrote if state.tokens >= cfg.training.total_tokens else part_at(cfg, state.tokens)
 
 

@@ -212,7 +212,7 @@ class Trainer:
         path, main = run.files.folder.path, run.met.main
         stop = partial(run.met.stop.ask, "a callback")
         start = RunStart(run.settled.asked, path, self.position, self.engine, main, self._say, stop)
-        self._callbacks.tell("on_start", lambda callback: callback.on_start(start))
+        self._callbacks.tell(Callback.on_start, start)
         if self.state.step:
             ranks, changed = dist.get_world_size(), run.resumed.changed
             text = f"resumed at {self.state.tokens:,} tokens with {many(ranks, 'rank')}"
@@ -259,7 +259,7 @@ class Trainer:
             return self.engine.step(batches, number, lr, observers, counted, self._stopping)
 
         try:
-            self._callbacks.tell("on_step_begin", lambda callback: callback.on_step_begin(state.step + 1))
+            self._callbacks.tell(Callback.on_step_begin, state.step + 1)
             last = partial(run.loader.last_batch, state.sequences, number)
             result = run.controllers.take(state, size, take, last)
         # This comes from _micro_batches.
@@ -279,8 +279,7 @@ class Trainer:
             result.metrics["train/counted_share"] = counted / size
             if not counted:
                 self._say(f"step {state.step + 1}: no token of it counts in the loss, which is 0, as its gradient is")
-        taken = Position(state.step + 1, state.tokens + size)
-        self._callbacks.tell("on_step", lambda callback: callback.on_step(taken, result))
+        self._callbacks.tell(Callback.on_step, Position(state.step + 1, state.tokens + size), result)
         if not result.applied:
             self.state = run.controllers.leave_out(state, size, result, self._go_back)
             if self.state is not state:
@@ -369,7 +368,7 @@ class Trainer:
         # The same disk may be full for this file.
         with contextlib.suppress(*[OSError] * bool(self.cfg.checkpoint.tolerate_minutes)):
             run.controllers.tell(state)
-        self._callbacks.tell("on_save", lambda callback: callback.on_save(self.position))
+        self._callbacks.tell(Callback.on_save, self.position)
 
     # -- looking at the model between steps ----------------------------------------------------------------------
 
@@ -428,7 +427,7 @@ class Trainer:
         losses = {"valid/loss": loss, **{f"valid/{name}/loss": each[name] for name in each}}
         self._reporter.write(self.state, losses)
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
-        self._callbacks.tell("on_evaluate", lambda callback: callback.on_evaluate(self.position, losses))
+        self._callbacks.tell(Callback.on_evaluate, self.position, losses)
 
     def _ask_tasks(self) -> None:
         assert self._tasks is not None

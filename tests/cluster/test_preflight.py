@@ -88,7 +88,10 @@ def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: st
     """A rank of another kind of GPU might have no choice to make, and the others would wait for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = tiny.config(1, **sections)
-    mixed = [{**row, "devices": preflight._told_apart(config, torch.device("cuda", 0))} for row in rows()]
+    mixed = [
+        {**row, "devices": preflight._told_apart(config.attention, config.linear.precision, torch.device("cuda", 0))}
+        for row in rows()
+    ]
     assert mixed[3]["devices"].get("compute capability") == told
     assert preflight.disagreements(mixed) == []
     if told:
@@ -96,7 +99,7 @@ def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: st
         named, fix = preflight.disagreements(mixed)
         assert named == "compute capability: 9.0 on node0 (rank 0); 8.0 on node0 (rank 1), node1 (ranks 2..3)"
         assert "linear.precision" in fix
-    mixed[0]["devices"] = preflight._told_apart(config, torch.device("cpu"))
+    mixed[0]["devices"] = preflight._told_apart(config.attention, config.linear.precision, torch.device("cpu"))
     assert "device: cpu on node0 (rank 0); cuda on" in preflight.disagreements(mixed)[0]
 
 

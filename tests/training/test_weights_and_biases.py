@@ -18,7 +18,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules import logging
 from sagetrain.config.schema import WandbConfig
 from sagetrain.training.build_run import build
-from sagetrain.training.callbacks import Callbacks, Position, RunStart
+from sagetrain.training.callbacks import Callback, Callbacks, Position, RunStart
 from sagetrain.training.reporter import Reporter
 from sagetrain.training.weights_and_biases import WeightsAndBiases, check_login
 
@@ -62,7 +62,7 @@ def write(folder: Path, begin: int, end: int) -> list[Record]:
     state, cfg = TrainState(step=at, tokens=16 * at), tiny.config(1, optimizer={"lr": 1e-2})
     own.open(folder, state, 1000, cfg.logging, lambda span: 1.0, 16, torch.device("cpu"), listeners)
     start = RunStart(cfg, folder, Position(at, 16 * at), None, True, said.append, lambda: None)
-    listeners.tell("on_start", lambda callback: callback.on_start(start))
+    listeners.tell(Callback.on_start, start)
     for step in range(begin, end):
         own.write(TrainState(step=step, tokens=16 * step), {"train/loss": 1 / step, "perf/mfu": None})
     earlier = TrainState(step=begin, tokens=16 * begin)

@@ -32,7 +32,7 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
 from sagetrain.training import reporter, writers
-from sagetrain.training.callbacks import Callbacks, Position, RunStart
+from sagetrain.training.callbacks import Callback, Callbacks, Position, RunStart
 from sagetrain.training.tensorboard import TensorBoard
 from sagetrain.training.writers import MetricsWriter
 from trained import make_trainer
@@ -48,7 +48,7 @@ def opened(folder: Path, step: int = 0, tensorboard: bool = True) -> tuple[repor
     state = TrainState(step=step, tokens=100 * step)
     own.open(folder, state, 1000, LoggingConfig(), lambda span: 1.0, 16, torch.device("cpu"), listeners)
     start = RunStart(tiny.config(1), folder, Position(step, 100 * step), None, True, print, lambda: None)
-    listeners.tell("on_start", lambda callback: callback.on_start(start))
+    listeners.tell(Callback.on_start, start)
     return own, listeners
 
 

@@ -13,7 +13,7 @@ class Mpu:
     DeepSpeed's "model parallel" is tensor parallel. Its data-parallel ranks are the replicas, context-parallel ones
     included, because it averages gradients and shards over them alike.
 
-    Every method is written out, because DeepSpeed probes an mpu with hasattr. A catch-all would promise pipeline axes
+    Every name is written out, because DeepSpeed probes an mpu with hasattr. A catch-all would promise pipeline axes
     that do not exist. It would also promise a sequence axis, by which DeepSpeed would divide gradients and batch sizes
     in its own ways.
     """
@@ -30,14 +30,9 @@ class Mpu:
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
         return self._groups.tp_group
 
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._groups.tp_rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._groups.tp_size
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._groups.tp_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
 
     def get_tensor_model_parallel_src_rank(self) -> int:
         return self._groups.replica_rank * self._groups.tp_size
