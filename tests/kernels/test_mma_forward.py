@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from emulated_forward import assert_close, assert_non_finite_values_propagate, assert_sinks_are_another_score, inputs
+from emulated_forward import (
+    WINDOWS,
+    assert_bounds_are_kept,
+    assert_close,
+    assert_non_finite_values_propagate,
+    assert_scores_may_outgrow_the_maximum,
+    assert_sinks_are_another_score,
+    inputs,
+)
 from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
 from sagekernels.call import Call
@@ -111,30 +119,18 @@ def test_shapes(kernels, shape, dtype, half_sums):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("documents", [(1, 0, 63, 64, 100, 1, 71), (1,) * 130, (129, 90), (5, 195)])
 def test_documents(kernels, documents, causal):
-    n = sum(documents)
-    q, k, v = inputs(n, [(1, n, 2, 64), (1, n, 1, 64), (1, n, 1, 64)])
-    bounds = Shape(n_q=n, documents=documents).bounds()
-    assert_close(*emulated(kernels, q, k, v, causal, bounds=bounds))
+    assert_bounds_are_kept(functools.partial(emulated, kernels), documents, None, causal)
 
 
-@pytest.mark.parametrize(("documents", "window", "causal"), [
-    ((90, 210), 1, True), ((90, 0, 210), 100, True), ((), 40, True), ((90, 210), 40, False),
-])  # fmt: skip
+@WINDOWS
 def test_windows(kernels, documents, window, causal):
-    """Both rows of the batch have the same bounds."""
-    batch, n = (1, 300) if documents else (2, 200)
-    q, k, v = inputs(n, [(batch, n, 2, 64), (batch, n, 1, 64), (batch, n, 1, 64)])
-    bounds = Shape(n_q=n, documents=documents, window=window).bounds()
-    assert_close(*emulated(kernels, q, k, v, causal, bounds=bounds))
+    assert_bounds_are_kept(functools.partial(emulated, kernels), documents, window, causal)
 
 
 @pytest.mark.parametrize(("head_dim", "half_sums"), [(64, False), (128, True)])
 def test_scores_that_outgrow_the_old_maximum(kernels, head_dim, half_sums):
-    """Keys get larger towards the first one, which is visited last. Scores grow by more than 2^127 from tile to
-    tile."""
-    q, k, v = inputs(0, [(1, 300, 1, head_dim)] * 3)
-    q, k = q.abs() * 8, k.abs() * torch.linspace(16, -16, 300)[None, :, None, None].bfloat16()
-    assert_close(*emulated(kernels, q, k, v, True, smooth=False, scale=0.25, half_sums=half_sums))
+    ours = functools.partial(emulated, kernels, half_sums=half_sums)
+    assert_scores_may_outgrow_the_maximum(ours, head_dim, 300)
 
 
 @pytest.mark.parametrize("half_sums", [False, True])

@@ -57,7 +57,9 @@ def steps_of(layout: Layout, watched: bool) -> tuple[list[dict[str, float]], lis
     tp_size, cp_size, stage, dtype, backend, recompute, recipe = layout
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    how = {"training": {"activation_checkpointing": recompute}, "parallel": {"tensor_parallel_overlap": "on"}}
+    # With sequence parallelism norms round for the layers behind them.
+    parallel = {"tensor_parallel_overlap": "on", "sequence_parallel": tp_size > 1}
+    how = {"training": {"activation_checkpointing": recompute}, "parallel": parallel}
     how |= {"attention": {"backend": "sage", "recipe": recipe}}
     cfg, groups = tiny.config(stage, dtype, **how, **SECTIONS), tiny.join(tp_size, cp_size)
     model = tiny.model(cfg, groups)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,28 @@ def assert_close(o: Tensor, lse: Tensor, o_twin: Tensor, lse_twin: Tensor) -> No
     """Check that a kernel's results are those of the twin."""
     assert rel_l2(o, o_twin) < 5e-3
     assert torch.allclose(lse, lse_twin, atol=1e-4, rtol=1e-5)
+
+
+WINDOWS = pytest.mark.parametrize(("documents", "window", "causal"), [
+    ((90, 210), 1, True), ((90, 0, 210), 100, True), ((), 40, True), ((90, 210), 40, False),
+])  # fmt: skip
+
+
+def assert_bounds_are_kept(
+    emulated: Callable[..., Sequence[Tensor]], documents: Sequence[int], window: int | None, causal: bool
+) -> None:
+    """Check documents, and a window. Without documents there are two rows, which have the same bounds."""
+    batch, n = (1, sum(documents)) if documents else (2, 200)
+    q, k, v = inputs(n, [(batch, n, heads, 64) for heads in (2, 1, 1)])
+    assert_close(*emulated(q, k, v, causal, bounds=Shape(n_q=n, documents=tuple(documents), window=window).bounds()))
+
+
+def assert_scores_may_outgrow_the_maximum(emulated: Callable[..., Sequence[Tensor]], head_dim: int, n: int) -> None:
+    """Check keys that get larger towards the first one, which is visited last. Scores grow by more than 2^127 from tile
+    to tile."""
+    q, k, v = inputs(0, [(1, n, 1, head_dim)] * 3)
+    q, k = q.abs() * 8, k.abs() * torch.linspace(16, -16, n)[None, :, None, None].bfloat16()
+    assert_close(*emulated(q, k, v, True, smooth=False, scale=0.25))
 
 
 def assert_sinks_are_another_score(emulated: Callable[..., Sequence[Tensor]], head_dim: int) -> None:

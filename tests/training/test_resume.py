@@ -31,15 +31,6 @@ from sagetrain.training import resume
 from trained import make_trainer
 
 
-def test_sigusr1_saves_and_the_run_continues_bitwise(tmp_path, corpus, alone) -> None:
-    """SIGTERM is in test_faults.py."""
-    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
-    assert at_step("sagetrain", config, 13, lambda process: process.send_signal(signal.SIGUSR1)) == 0
-    assert "stopped by SIGUSR1 at step" in log_of(config)
-    finish("sagetrain", config)
-    check_same(tmp_path / "run", alone)
-
-
 def six_steps(
     corpus: str, run_dir: str, stop: bool, engine: str = "auto", said: list[str] | None = None
 ) -> tuple[bool, int]:
