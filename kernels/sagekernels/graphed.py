@@ -232,11 +232,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _place_of_loss(result: Any, outputs: list[Any]) -> int:
-    """Return the place of the loss among the tensors of what a model returned.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the place of the loss among the tensors of what a model returned. Raises ValueError if there is none."""
     named = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     scalars = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad and x.dim() == 0]
     found = [x for x in scalars if x is named] or scalars

@@ -41,13 +41,11 @@ class Pool:
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Record what a function launches on the current stream, which is not the default stream.
+        """Record what a function launches on the current stream, which is not the default stream. Raises the function's
+        own error, or CUDA's if the function does what cannot be captured.
 
         The function has run before on this stream: kernels are compiled and workspaces allocated then, which is not
         possible while a graph is captured.
-
-        Raises:
-            Exception: the function's own, or CUDA's if the function does what cannot be captured.
         """
         if not self._graphs:
             # The allocator of pinned memory has ended a pool with its last graph, and refuses to begin it again.

@@ -159,11 +159,8 @@ def operands(a: Tensor, b: Tensor, tile: ProductTile, described: bool) -> tuple[
 
 @functools.cache
 def codes_family(device: torch.device, number: torch.dtype) -> str:
-    """Return the row of TILES for a device.
-
-    Raises:
-        NotImplementedError: its products in this format are slow or do not exist.
-    """
+    """Return the row of TILES for a device. Raises NotImplementedError if its products in this format are slow or do
+    not exist."""
     if device.type != "cuda":
         return "portable"
     found = capability(device)

@@ -81,14 +81,12 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
 
 
 def check_int8(capability: tuple[int, int], *, by_tensor_memory: bool = False) -> None:
-    """Raise where INT8 products are slower than 16-bit ones, or do not exist.
+    """Raise NotImplementedError, with what to use instead, where INT8 products are slower than 16-bit ones, or do not
+    exist.
 
     Args:
         by_tensor_memory: the kernel is one that Triton 3.8 compiles to a B200's own instructions (tcgen05), as that of
             linear layers. Earlier ones compile it to instructions of a fraction of their speed.
-
-    Raises:
-        NotImplementedError: with what to use instead.
     """
     found = ".".join(map(str, capability))
     if capability < (8, 0):

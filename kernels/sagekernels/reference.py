@@ -78,12 +78,8 @@ def check_window(window: int | None) -> None:
 
 
 def hiding_window(window: int | None, n_q: int, n_k: int) -> int | None:
-    """Return the window, or None if it hides no key.
-
-    Raises:
-        TypeError: it is no whole number.
-        ValueError: it is below 1, or hides keys where there are not as many of them as queries.
-    """
+    """Return the window, or None if it hides no key. Raises TypeError if it is no whole number, and ValueError if it is
+    below 1, or hides keys where there are not as many of them as queries."""
     check_window(window)
     if window is None or window >= n_k:
         return None

@@ -53,6 +53,7 @@ def settle_attention(
     say: Callable[[str], None],
 ) -> tuple[AttentionConfig, str]:
     """Return the settings with nothing left to decide, and one line that says how attention runs and why; collective.
+    Raises ValueError if the backend cannot run here, see resolve_backend, and RuntimeError if no candidate is admitted.
 
     The candidates are sage, flash and sdpa. Each is timed forward and backward together, at the shape of one rank's
     calls, behind QK-norm and the rotary embedding where the run computes these in one kernel: with what sage quantizes,
@@ -64,10 +65,6 @@ def settle_attention(
     Args:
         documents: returns the lengths of the documents in each of some sequences of the data. The sequences whose
             attention costs about the median are timed. Empty: attention crosses documents.
-
-    Raises:
-        ValueError: the backend cannot run here, see resolve_backend.
-        RuntimeError: no candidate is admitted.
     """
     resolve = partial(resolve_backend, model=model, device=calls.device, dtype=calls.dtype)
 

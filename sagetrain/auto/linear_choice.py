@@ -144,13 +144,8 @@ _CALLS = 8  # so many calls are timed in a row, so that the GPU is timed and not
 
 
 def errors_of(layer: nn.Module, exact: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str, float]:
-    """Return the relative L2 error of a layer's output and gradients against fp32.
-
-    Args:
-        exact: the layer in fp32, with the same weights.
-        x: [tokens, in].
-        grads: the gradient [tokens, out] of each tensor that the layer returns.
-    """
+    """Return the relative L2 error of a layer's output and gradients against `exact`, the layer in fp32 with the same
+    weights, for x [tokens, in] and a gradient [tokens, out] of each tensor that the layer returns."""
 
     def results(one: nn.Module, dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaf = x.detach().to(dtype).requires_grad_()

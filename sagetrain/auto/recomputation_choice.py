@@ -23,11 +23,8 @@ def fewest_blocks(num_layers: int, fits: Callable[[Recomputation], bool]) -> int
 
 
 def least_recomputation(num_layers: int, fits: Callable[[Recomputation], bool]) -> Recomputation:
-    """Return the setting that recomputes least among those that make a run fit into memory.
-
-    Args:
-        fits: whether the run fits with a setting, by the estimate of `sagetrain plan`.
-    """
+    """Return the setting that recomputes least among those with which a run fits into memory, by the estimate of
+    `sagetrain plan`."""
     blocks = fewest_blocks(num_layers, fits)
     if blocks > _SELECTIVE * num_layers and fits("selective"):
         return "selective"

@@ -71,7 +71,8 @@ def settle(
     folder: RunFolder,
     say: Callable[[str], None],
 ) -> Settled:
-    """Return the configuration with the choices in the place of `auto`. All ranks call it.
+    """Return the configuration with the choices in the place of `auto`. All ranks call it. Raises ValueError if a
+    backend or a precision cannot run here, see resolve_backend and matmuls_of.
 
     Args:
         before: the choices that the run had, if it continues.
@@ -79,9 +80,6 @@ def settle(
         folder: the run folder, which keeps the tables of times.
         say: receives the tables, and the reason where a choice that the run had cannot be kept, for example on other
             hardware.
-
-    Raises:
-        ValueError: a backend or a precision cannot run here, see resolve_backend and matmuls_of.
     """
     asked = cfg
     begin(cfg, groups, compiled=compiled, vocab_size=vocab_size, device=device, dtype=dtype)

@@ -105,14 +105,8 @@ def settle(
 
 
 def fastest(times: Times, gains: Mapping[str, float] = MappingProxyType({})) -> str:
-    """Return the candidate with the least time, the first one of several.
-
-    Args:
-        gains: a candidate must be so many times as fast as those that are not named.
-
-    Raises:
-        RuntimeError: no candidate may be used.
-    """
+    """Return the candidate with the least time, the first one of several. Those in `gains` must be so many times as
+    fast as those that are not named. Raises RuntimeError if no candidate may be used."""
     seconds = {
         name: sum(row[name] for row in times.values()) * gains.get(name, 1.0) for name in next(iter(times.values()))
     }
@@ -138,13 +132,11 @@ def decide(
     file of the host (cache_folder). A later call with the same key, on the same kind of device, with the same driver,
     torch, Triton and SOURCES, gets the name from one of the files. Without `cache` nothing is kept. The file of the
     host gets no table in which a candidate was refused: what failed in one run may have failed for its surroundings.
+    Raises RuntimeError if no candidate may be used; the message holds every candidate's reason.
 
     Args:
         waits: says what a start waits for while it measures.
         together: all ranks call it, since `measure` is collective. The files of the first rank count.
-
-    Raises:
-        RuntimeError: no candidate may be used; the message holds every candidate's reason.
     """
     named, first = _named(device, key), not together or not dist.is_initialized() or dist.get_rank() == 0
     files = [cache, *_of_host(cache)] if cache is not None and first else []

@@ -90,11 +90,7 @@ class Ledger:
         return [count for _, count, times in self.segments for _ in range(times)]
 
     def last_tokens(self, seq_length: int) -> int:
-        """Return the tokens of the last step; 0 if there was none.
-
-        Args:
-            seq_length: the length of a sequence of the present part.
-        """
+        """Return the tokens of the last step; 0 if there was none. Sequences of the present part have this length."""
         if self.ended and self.ended[-1].steps == self.steps:
             seq_length = self.ended[-1].seq_length
         return self.segments[-1][1] * seq_length if self.segments else 0
@@ -120,7 +116,8 @@ class Ledger:
     def verified(
         cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Location, seq_length: int = 0
     ) -> Ledger:
-        """Check the ledger of a checkpoint and return it.
+        """Check the ledger of a checkpoint and return it. Raises CheckpointError if samples were skipped or seen twice,
+        the steps or samples are not those of the training state, or the chain does not follow from its segments.
 
         Args:
             order: the fingerprint of the order of samples.
@@ -128,10 +125,6 @@ class Ledger:
             sequences: the number of samples in the training state.
             where: the folder of the checkpoint, for messages.
             seq_length: the length of a sequence of the part that wrote it, where the run has parts.
-
-        Raises:
-            CheckpointError: samples were skipped or seen twice, the steps or samples are not those of the training
-                state, or the chain does not follow from its segments.
         """
         what, way_out = f"{where}: its ledger of consumed samples", "restore another checkpoint of this run"
         if not (stored and stored.head):

@@ -181,7 +181,8 @@ def newest_whole(
     moments: bool = True,
 ) -> tuple[Location | None, list[Location]]:
     """Find the newest undamaged checkpoint whose step is wanted; collective. `contents` and `moments` are explained in
-    `problems`.
+    `problems`. Raises CheckpointError if there are checkpoints of wanted steps, but none is undamaged; or the newest
+    one was written by a newer SageTrain. An older one is not taken then, because the run would go back.
 
     Args:
         report: gets a line for each damaged checkpoint that was passed over.
@@ -189,10 +190,6 @@ def newest_whole(
 
     Returns:
         The checkpoint, or None without any, and the damaged ones that were passed over.
-
-    Raises:
-        CheckpointError: there are checkpoints of wanted steps, but none is undamaged; or the newest one was written by
-            a newer SageTrain. An older one is not taken then, because the run would go back.
     """
     damaged: list[Location] = []
 

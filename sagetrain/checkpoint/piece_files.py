@@ -43,12 +43,8 @@ class PieceFiles:
         self._kept: dict[str, FileIO | RangeReader] = {}
 
     def read(self, file: str, name: str, start: int, out: Tensor) -> None:
-        """Fill an fp32 vector on the CPU with the values of a tensor from `start` on.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the file is no safetensors file, or has no such tensor or too few of its values.
-        """
+        """Fill an fp32 vector on the CPU with the values of a tensor from `start` on. Raises OSError if the file cannot
+        be read, and ValueError if the file is no safetensors file, or has no such tensor or too few of its values."""
         opened = self._open(file)
         try:
             stored = self._headers[file].get(name)

@@ -85,13 +85,9 @@ for each in _COMMAND.commands.values():
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command, given as the words after `sagetrain`, and return its exit code.
-
-    Help is as wide as the terminal. In a pipe its width has no limit.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
-    """
+    """Run a command, given as the words after `sagetrain`, and return its exit code. Raises KeyboardInterrupt upon
+    Ctrl-C, in a command that does not save and stop on it. Help is as wide as the terminal. In a pipe its width has no
+    limit."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -14,11 +14,8 @@ from sagetrain.config.errors import CheckpointError, no_run, url_of
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value of an option. Limits such as `min` let NaN pass, and infinity.
-
-    Raises:
-        typer.BadParameter: the value is not finite.
-    """
+    """Return the value of an option. Limits such as `min` let NaN pass, and infinity. Raises typer.BadParameter if the
+    value is not finite."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
@@ -26,12 +23,7 @@ def finite(value: float | None) -> float | None:
 
 def check_folder(run_dir: Path) -> Path:
     """Check that the path of a run is a folder, which takes no import of torch. Return the folder, or one on this host
-    for the URL of a run.
-
-    Raises:
-        ConfigError: the URL is of no run.
-        CheckpointError: it is not.
-    """
+    for the URL of a run. Raises ConfigError if the URL is of no run, and CheckpointError if its path is no folder."""
     if url_of(run_dir):
         from sagetrain.cluster.run_copy import here
 

@@ -110,12 +110,8 @@ class Agreement:
     # -- hosts ----------------------------------------------------------------------------------------------------
 
     def beat(self, patience: int = SILENT_BEATS, *, due: bool = False) -> None:
-        """Give this host's sign of life where it is due. On rank 0, look for the signs of the others.
-
-        Args:
-            patience: the beats without a sign of life after which a host is lost.
-            due: whether to look now.
-        """
+        """Give this host's sign of life, and on rank 0 look for the signs of the others, where that is due, or now if
+        `due`. A host is lost after `patience` beats without a sign."""
         if self.world_size == 1 or (time.monotonic() - self._beat < _BEAT and not due):
             return
         self._beat = time.monotonic()

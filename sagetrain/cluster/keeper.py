@@ -65,16 +65,14 @@ _NEVER_AGAIN = (2, 3, TRAINING_EXIT_CODE)
 
 
 def keep(restarts: int, minutes: float, run_dir: Path, say: Callable[[str], None]) -> None:
-    """Become the keeper of this rank. Return in every process that is to train, and never in the keeper.
+    """Become the keeper of this rank. Return in every process that is to train, and never in the keeper. Raises
+    ConfigError if this system has no keepers, or the store cannot be reached.
 
     Args:
         restarts: the value of training.restarts.
         minutes: the time that keepers wait for the first one.
         run_dir: the run folder.
         say: prints a line for people.
-
-    Raises:
-        ConfigError: this system has no keepers, or the store cannot be reached.
     """
     if lifeline():
         return

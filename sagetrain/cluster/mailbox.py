@@ -28,12 +28,8 @@ class Mailbox:
 
     Making a mailbox is collective, and there are two ranks at least.
 
-    Args:
-        timeout: the time that a call waits for another rank.
-
-    Raises:
-        DistStoreError: a rank did not answer within `timeout`. It is a RuntimeError.
-        DistNetworkError: rank 0 is gone. It is a RuntimeError.
+    Calls raise a RuntimeError: DistStoreError if a rank did not answer within `timeout`, and DistNetworkError if rank 0
+    is gone.
     """
 
     def __init__(self, timeout: timedelta):

@@ -75,6 +75,8 @@ def check_in(
     keeps: _Say | None = None,
 ) -> dict[str, str]:
     """Report this rank, wait for the reports of all ranks, and let rank 0 decide whether the run can start; collective.
+    Raises ConfigError on every rank if hosts disagree in versions, configuration or files, or if a host cannot take
+    part. A rank whose `read` raises an unexpected error raises this error itself.
 
     Args:
         read: checks the files of this host and returns their hashes by name. The first rank of each host calls it with
@@ -83,10 +85,6 @@ def check_in(
 
     Returns:
         The hashes, which are the same on all hosts.
-
-    Raises:
-        ConfigError: on every rank, if hosts disagree in versions, configuration or files, or if a host cannot take
-            part. A rank whose `read` raises an unexpected error raises this error itself.
     """
     store, files = _store_of("check in"), {}
     if os.environ["LOCAL_RANK"] == "0":
@@ -117,15 +115,11 @@ def _store_of(meeting: str) -> Store:
 
 def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
     """Let rank 0 make and lock the run folder, and let the first rank of each host check that it sees the same folder;
-    collective.
+    collective. Raises CheckpointError on rank 0 if another run uses the folder, OSError on rank 0 if the folder cannot
+    be made, and ConfigError on every rank if hosts do not share the folder, or on the others if rank 0 raises one.
 
     Args:
         hears: gets warnings about the file system.
-
-    Raises:
-        CheckpointError: on rank 0, if another run uses the folder.
-        OSError: on rank 0, if the folder cannot be made.
-        ConfigError: on every rank, if hosts do not share the folder; on the other ranks, if rank 0 raises an error.
     """
     store, rank, world_size = _store_of("share"), dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -177,13 +171,11 @@ def _have_read(store: Store) -> None:
 
 
 def stay_out(problem: Exception) -> None:
-    """Report that this rank cannot take part, so that the other hosts do not wait for it until their timeout.
+    """Report that this rank cannot take part, so that the other hosts do not wait for it until their timeout. Raises
+    ConfigError on every rank if the report was sent.
 
     On a single host this does nothing, because the launcher ends all ranks when one leaves. It also does nothing if the
     ranks have already met, or could not meet.
-
-    Raises:
-        ConfigError: on every rank, if the report was sent.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if (ranks_of_host() or world_size) == world_size or dist.is_initialized() or isinstance(problem, RanksMissing):

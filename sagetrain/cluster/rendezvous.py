@@ -78,16 +78,13 @@ def _end_when_told(hears: socket.socket) -> None:
 
 def meet(minutes: float) -> Store:
     """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT. Return the store that they met at, for
-    the process group; collective.
+    the process group; collective. Raises RanksMissing on every rank that came if other ranks have not come within
+    `minutes` after rank 0. If rank 0 is missing, the limit is three times `minutes` after the rank itself came. On rank
+    0 the error comes at once if the rank cannot listen at its port or may not open enough files. On every rank it comes
+    within half a minute if the address cannot be resolved.
 
     A world of one rank meets on this host. Without MASTER_PORT the system chooses the port. No other run can take that
     port, because this process listens at it from the beginning.
-
-    Raises:
-        RanksMissing: on every rank that came, if other ranks have not come within `minutes` after rank 0. If rank 0 is
-            missing, the limit is three times `minutes` after the rank itself came. On rank 0 the error comes at once if
-            the rank cannot listen at its port or may not open enough files. On every rank it comes within half a minute
-            if the address cannot be resolved.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # torchrun's agent or a keeper may host the store. Otherwise rank 0 hosts it.

@@ -96,7 +96,8 @@ def compare(
     time_limit: float | None = None,
     start: runner.Start = runner.start_process,
 ) -> Results:
-    """Run every job that has not ended, as far as signals and time allow.
+    """Run every job that has not ended, as far as signals and time allow. Raises ConfigError if the question cannot be
+    asked, or the folder holds another one.
 
     Args:
         command: the command as it was typed, for the page.
@@ -105,9 +106,6 @@ def compare(
 
     Returns:
         Everything that is in the folder afterwards.
-
-    Raises:
-        ConfigError: the question cannot be asked, or the folder holds another one.
     """
     begin, stop = time.monotonic(), runner.Stop(time_limit)
     question.check()

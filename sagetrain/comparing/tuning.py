@@ -115,7 +115,8 @@ def tune(
     time_limit: float | None = None,
     start: runner.Start = runner.start_process,
 ) -> list[Results]:
-    """Run the rounds of a search as far as signals and time allow, and write the page about what has ended.
+    """Run the rounds of a search as far as signals and time allow, and write the page about what has ended. Raises
+    ConfigError if the search cannot be made, or the folder holds another one.
 
     Args:
         where: the folder of the search and the devices. Each round is a comparison in a folder of its own there.
@@ -124,9 +125,6 @@ def tune(
 
     Returns:
         The results of the rounds that began.
-
-    Raises:
-        ConfigError: the search cannot be made, or the folder holds another one.
     """
     search, begin = request.search(), time.monotonic()
     _keep(search, request, where.output)

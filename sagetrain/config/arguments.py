@@ -119,15 +119,13 @@ def _at_home(value: Any, wanted: str) -> Any:
 def check_types(
     what: str, annotations: Mapping[str, str], values: Mapping[str, object], module: Mapping[str, object]
 ) -> None:
-    """Check values beside annotations as they stand in the code, both by name.
+    """Check values beside annotations as they stand in the code, both by name. Raises ConfigError if a value has
+    another type.
 
     Args:
         what: the beginning of the message.
         annotations: the annotations. Types that neither this module nor `module` knows are not checked.
         module: the names of the module with the annotations.
-
-    Raises:
-        ConfigError: a value has another type.
     """
     for name, value in values.items():
         wanted = annotations.get(name)
@@ -137,11 +135,8 @@ def check_types(
 
 
 def check_least(what: str, least: float, numbers: Mapping[str, float | None]) -> None:
-    """Check that numbers, by the names of their arguments, are finite and not below `least`. None is no number.
-
-    Raises:
-        ConfigError: a number is below, infinite or NaN.
-    """
+    """Check that numbers, by the names of their arguments, are finite and not below `least`. None is no number. Raises
+    ConfigError otherwise."""
     for name, value in numbers.items():
         if value is not None and not least <= value < math.inf:
             raise ConfigError(f"{what}: {name} is {value}, and must be a number from {least:g} on")

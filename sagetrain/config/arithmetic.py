@@ -94,12 +94,7 @@ class PeakRate(NamedTuple):
 
 
 def peak_lr(optimizer: OptimizerConfig, kind: str, width: int, by_muon: bool = False) -> PeakRate:
-    """Return the peak learning rate of a kind of tensor.
-
-    Args:
-        kind: a key of lr_of.
-        width: model.hidden_size.
-    """
+    """Return the peak learning rate of a kind of tensor, a key of lr_of, where model.hidden_size is `width`."""
     own: float | None = getattr(optimizer.lr_of, kind)
     key, given = (f"optimizer.lr_of.{kind}", own) if own else ("optimizer.lr", optimizer.lr)
     if optimizer.lr_base_width is None or kind in ("embedding", "gain"):

@@ -72,11 +72,8 @@ def accept(
     others: Iterable[Finding] = (),
     tokens_given: bool = False,
 ) -> list[Finding]:
-    """Return the findings of a run that is about to start; its arguments are those of `check`.
-
-    Raises:
-        ConfigError: some findings are errors. The message has all of these.
-    """
+    """Return the findings of a run that is about to start; its arguments are those of `check`. Raises ConfigError if
+    some findings are errors. The message has all of these."""
     given = partial(check, vocab_size=vocab_size, path=path, overrides=overrides, tokens_given=tokens_given)
     findings = given(cfg, world_size, others=others)
     if errors := [str(finding) for finding in findings if finding.level == "error"]:

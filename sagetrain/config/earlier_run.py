@@ -67,11 +67,8 @@ class Ratio:
 
 
 def ratios_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Ratio]:
-    """Return the ratio of each layer, and of the whole model (key ALL), from the metrics of stability.json.
-
-    Raises:
-        KeyError: the metrics have a ratio without its parts.
-    """
+    """Return the ratio of each layer, and of the whole model (key ALL), from the metrics of stability.json. Raises
+    KeyError if the metrics have a ratio without its parts."""
     return {
         layer: Ratio(
             entry["last"],
@@ -143,11 +140,8 @@ class MeasuredRun:
 
 
 def read_measured(path: str | Path) -> MeasuredRun:
-    """Read the measurements of the run in a folder.
-
-    Raises:
-        ConfigError: the folder is not a run folder, or nothing was measured there.
-    """
+    """Read the measurements of the run in a folder. Raises ConfigError if the folder is not a run folder, or nothing
+    was measured there."""
     folder = Path(path)
     try:
         metrics = json.loads((folder / STABILITY_NAME).read_text())["metrics"]

@@ -71,13 +71,9 @@ FORMER = (
 
 
 def take_out(tree: Any, values: bool = True) -> list[tuple[FormerKey, Any]]:
-    """Take the former keys and values out of a configuration's tree. Return the keys that were set to something, with
-    their values. Files written by earlier versions name every key, and nothing has to be said of one that did
-    nothing.
-
-    Args:
-        values: take former values of keys that are still there as well.
-    """
+    """Take the former keys out of a configuration's tree, and with `values` former values of keys that are still there.
+    Return the keys that were set to something, with their values. Files written by earlier versions name every key, and
+    nothing has to be said of one that did nothing."""
     found = []
     for key in FORMER if values else (key for key in FORMER if not key.values):
         *above, last = key.path

@@ -42,16 +42,9 @@ RULES = {
 
 
 def guidance(cfg: RunConfig, measured: MeasuredRun | None = None) -> list[Finding]:
-    """Return the findings of the papers' rules, and of an earlier run's measurements, about this run.
-
-    Tokens per step are global, so the number of ranks changes nothing.
-
-    Args:
-        measured: an earlier run that measured its stability, if there is one.
-
-    Returns:
-        The findings. Overridden ones come back as information; unknown names in guidance.override are errors.
-    """
+    """Return the findings of the papers' rules, and of an earlier run's measurements, about this run. Tokens per step
+    are global, so the number of ranks changes nothing. Overridden findings come back as information; unknown names in
+    guidance.override are errors."""
     findings = [*(_findings(cfg) if cfg.attention.may_be_int8 else []), *(_measured(cfg, measured) if measured else [])]
     for place, found in enumerate(findings):
         if found.rule in cfg.guidance.override:

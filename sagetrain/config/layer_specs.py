@@ -159,11 +159,8 @@ class LayerSpec(NamedTuple):
 # Proposing layouts asks for the layers of one model thousands of times.
 @functools.lru_cache(maxsize=64)
 def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...]:
-    """Return the layers of a model, from its input to its output. Layers that compute alike are equal.
-
-    Args:
-        qk_norm: attention.qk_norm. It makes no difference to linear layers.
-    """
+    """Return the layers of a model, from its input to its output. Layers that compute alike are equal. To linear layers
+    attention.qk_norm makes no difference."""
     windows, gemma, oss = model.windows, model.conventions == "gemma", model.conventions == "gpt_oss"
     stretch = 1.0 if model.query_scale is None else (model.head_dim / model.query_scale) ** 0.25
 

@@ -30,7 +30,8 @@ _EITHER_OR = {"lr_schedule": ("warmup", "warmup_tokens")}
 def load_config(
     path: str | Path | Readable, overrides: Sequence[str] = (), passed_over: Callable[[str], None] | None = None
 ) -> RunConfig:
-    """Read a run's configuration.
+    """Read a run's configuration. Raises ConfigError, which lists every problem with place, key,
+    value, rule and fix.
 
     Args:
         path: a file, on a disk or in a store, or the name of a shipped configuration (`325m`).
@@ -39,9 +40,6 @@ def load_config(
             tokens: 262144}`).
         passed_over: for the config.yaml of a run, which an earlier version may have written: gets a message for each
             setting that there is no longer, which then counts for nothing. None: such a setting is a problem.
-
-    Raises:
-        ConfigError: lists every problem with place, key, value, rule and fix.
     """
     source = _Source(path, overrides)
     for key, value in source.former:
@@ -64,10 +62,7 @@ def load_config(
 
 def config_path(name: str | Path) -> Path:
     """Return the path of an existing file, or else of the shipped configuration with this name: configs/<name>.yaml.
-
-    Raises:
-        ConfigError: the name is neither; the message lists the names there are.
-    """
+    Raises ConfigError if the name is neither; the message lists the names there are."""
     path = Path(name)
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path
@@ -94,11 +89,7 @@ def dump_config(config: RunConfig) -> str:
 
 def saved_config(path: Readable) -> dict[str, Any]:
     """Return the configuration in a file that a run has written, as plain values. Its keys may be those of another
-    version.
-
-    Raises:
-        ConfigError: the file cannot be read, or was changed to something that no run writes.
-    """
+    version. Raises ConfigError if the file cannot be read, or was changed to something that no run writes."""
     tree, _, problems = yaml_nodes.parse(_text_of(path))
     if problems or not isinstance(tree, dict | None):
         line, what = (problems[0].line, problems[0].message) if problems else (1, "it holds no sections")

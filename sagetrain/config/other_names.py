@@ -192,12 +192,8 @@ _SWITCHED = {True: ("on", "full", "before_rope"), False: ("off", "none")}
 
 
 def key_meant(name: str, section: str) -> str | None:
-    """Return a hint with our key for another library's name of a key, or with the reason why there is none.
-
-    Args:
-        name: the unknown key, without its section.
-        section: the dotted section in which it stands.
-    """
+    """Return a hint with our key for another library's name of a key in a dotted section, or with the reason why there
+    is none."""
     name = name.lower().replace("-", "_").strip("_")
     meant = _KEYS.get(f"{section.rpartition('.')[2]}.{name}") or _KEYS.get(name)
     if meant is None:

@@ -87,12 +87,9 @@ def tags_of(sections: list[type[Section]]) -> list[str]:
 
 
 def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
-    """Find the place in the schema that a pydantic error location names.
-
-    Returns:
-        The path without union tags, the section that holds the last key, and the slot of the last key. Items of lists
-        have no section (None), and the slot of an unknown key takes anything.
-    """
+    """Find the place in the schema that a pydantic error location names: the path without union tags, the section that
+    holds the last key, and the slot of the last key. Items of lists have no section (None), and the slot of an unknown
+    key takes anything."""
     path: KeyPath = ()
     section: type[Section] | None = None
     slot: Slot | None = Slot(RunConfig)

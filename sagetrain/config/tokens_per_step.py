@@ -44,17 +44,9 @@ def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:
 
 
 def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | None:
-    """Return a message if a run is continued with a schedule that differs from its last step.
-
-    The steps taken are facts. The steps to come follow from the tokens seen.
-
-    Args:
-        schedule: the schedule of the configuration that continues the run.
-        last: tokens of the last step before the checkpoint, which is at `tokens_seen`.
-
-    Returns:
-        None if the schedule gives that step the same tokens, or is noise_aware, which continues with its last decision.
-    """
+    """Return a message if the schedule of the configuration that continues a run gives the last step before the
+    checkpoint at `tokens_seen` other tokens than `last`, which it had. noise_aware continues with its last decision.
+    The steps taken are facts. The steps to come follow from the tokens seen."""
     now = tokens_per_step(schedule, tokens_seen - last)
     if now == last or isinstance(schedule, NoiseAwareTokens):
         return None

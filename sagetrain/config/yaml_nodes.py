@@ -114,12 +114,8 @@ class YamlProblem(NamedTuple):
 
 
 def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
-    """Parse YAML text.
-
-    Returns:
-        The values, the line of every path, and the problems found: duplicate keys, syntax errors, and constructs that
-            are not allowed here. With a syntax error the values are None.
-    """
+    """Parse YAML text. Return the values, the line of every path, and the problems found: duplicate keys, syntax
+    errors, and constructs that are not allowed here. With a syntax error the values are None."""
     lines: dict[KeyPath, int] = {}
     problems: list[YamlProblem] = []
     try:

@@ -187,11 +187,8 @@ def overlaps(cfg: RunConfig) -> bool:
 
 def fsdp_groups(cfg: RunConfig, size: int, apart: bool = False) -> tuple[int, int]:
     """Return the parameters that FSDP2 gathers and reduces together (engines/fsdp.py) of a rank with `size` parameters:
-    the matrices of the largest block, and everything outside of blocks, the gains of norms and routers included.
-
-    Args:
-        apart: leave out of the block the experts that ranks have between them.
-    """
+    the matrices of the largest block, and everything outside of blocks, the gains of norms and routers included. With
+    `apart` the block has no experts that ranks have between them."""
     parallel, experts = cfg.parallel, sum(expert_parameters(cfg)) if apart else 0
     between = 0 if experts else parallel.expert_parallel_size
     largest, every = _weights_of_blocks(cfg.model, parallel.tensor_parallel_size, between)
@@ -201,11 +198,8 @@ def fsdp_groups(cfg: RunConfig, size: int, apart: bool = False) -> tuple[int, in
 # Proposing layouts asks this thousands of times.
 @functools.lru_cache(maxsize=256)
 def _weights_of_blocks(model: ModelConfig, tensor_parallel: int, expert_parallel: int) -> tuple[int, int]:
-    """Return the weights of the largest block and of all blocks on one rank.
-
-    Args:
-        expert_parallel: the number of ranks that have experts between them; 0: leave experts out.
-    """
+    """Return the weights of the largest block and of all blocks on one rank, of `expert_parallel` ranks that have
+    experts between them; 0: experts are left out."""
     blocks = [
         sum(each.weights for each in layer.linear_layers(tensor_parallel).values())
         + (expert_weights(layer, expert_parallel) if expert_parallel else 0)

@@ -101,12 +101,8 @@ def _sizes(cfg: RunConfig, vocab_size: int, shards: int) -> Iterator[int]:
 def host_memory_finding(
     cfg: RunConfig, world_size: int, vocab_size: int, ranks: int, memory: float, whose: str
 ) -> Finding | None:
-    """Return a finding if the ranks of a host are estimated to need more memory than the host has, or None.
-
-    Args:
-        memory: the bytes of memory that the host has for them.
-        whose: the host in words.
-    """
+    """Return a finding if the ranks of a host, `whose` in words, are estimated to need more than its `memory` in bytes,
+    or None."""
     of_rank = total_bytes(host_memory_per_rank(cfg, world_size, vocab_size, ranks >= world_size))
     need, usable = ranks * of_rank, HOST_SHARE * memory
     if need <= usable:

@@ -25,11 +25,8 @@ def _key(model: str) -> str:
 
 
 def known_gpu(text: str) -> str:
-    """Return the key in HARDWARE that a text names, whole or by a part of it ("4090", "NVIDIA H100 80GB HBM3").
-
-    Raises:
-        ConfigError: it names none, or several.
-    """
+    """Return the key in HARDWARE that a text names, whole or by a part of it ("4090", "NVIDIA H100 80GB HBM3"). Raises
+    ConfigError if it names none, or several."""
     key = _key(model_of(text))
     found = [key] if key in HARDWARE else [name for name in HARDWARE if key and key in name]
     if len(found) == 1:

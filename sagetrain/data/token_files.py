@@ -55,13 +55,9 @@ class TokenFiles:
 def open_sources(
     sources: Sequence[DataSource], seq_length: int, document_attention: bool, tokenizer_sha256: str | None
 ) -> list[TokenFiles]:
-    """Open the files of all sources, each for the life of the run.
-
-    Raises:
-        ConfigError: a file is missing or damaged; records would be cut or would see one another; files were made with
-            different tokenizers, or with another one than `tokenizer_sha256`; or a process may not have so many files
-            open.
-    """
+    """Open the files of all sources, each for the life of the run. Raises ConfigError if a file is missing or damaged;
+    records would be cut or would see one another; files were made with different tokenizers, or with another one than
+    `tokenizer_sha256`; or a process may not have so many files open."""
     paths = [path for source in sources for path in source.files]
     # A mask is open beside the tokens, and a large index by its map. A file of a store has three more.
     most = sum(6 if is_remote(path) else 3 for path in paths)

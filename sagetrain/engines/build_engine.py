@@ -26,15 +26,13 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec,
 
 
 def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> Engine:
-    """Build the engine of a run for its model; collective.
+    """Build the engine of a run for its model; collective. Raises ConfigError if DeepSpeed keeps weights in an order
+    that checkpoints do not know, or is told to use another device.
 
     Args:
         cfg: the configuration, in which no value of the model is `auto` any more.
         model: a model that was made with `partitioner`.
         micro_batches: the micro-batches of this rank in the first step. Later steps may have another number.
-
-    Raises:
-        ConfigError: DeepSpeed keeps weights in an order that checkpoints do not know, or is told to use another device.
     """
     if Layout.of(cfg).engine == "fsdp":
         from sagetrain.engines import fsdp

@@ -33,11 +33,8 @@ class _CopiedGather:
 
 
 def gather_by_copies(units: Sequence[Unit]) -> str:
-    """Let units be gathered by copy engines, if these reach all of a unit's ranks; collective.
-
-    Returns:
-        The reason why NCCL gathers them, or an empty string.
-    """
+    """Let units be gathered by copy engines, if these reach all of a unit's ranks; collective. Return the reason why
+    NCCL gathers them, or an empty string."""
     for unit in units:
         if not hasattr(unit.module, "set_custom_all_gather"):
             return f"torch {torch.__version__} takes no other all-gather"
@@ -49,11 +46,8 @@ def gather_by_copies(units: Sequence[Unit]) -> str:
 
 
 def how_gathered(units: Sequence[Unit], device: torch.device, by_hooks: bool = True) -> str:
-    """Let blocks be gathered by copy engines if they can. Return how weights are gathered, in words; collective.
-
-    Args:
-        by_hooks: let FSDP's hooks gather by them.
-    """
+    """Let blocks be gathered by copy engines if they can, and by FSDP's hooks too if `by_hooks`. Return how weights are
+    gathered, in words; collective."""
     by_backend = f"by {dist.get_backend()}"
     if units[0].ranks.shards.size() == 1 or device.type != "cuda":
         return by_backend

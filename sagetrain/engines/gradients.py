@@ -52,11 +52,8 @@ class StepGradients:
 
     @torch.no_grad()
     def show(self, parts: Parts, by_layer: bool) -> None:
-        """Look at gradients before the optimizer reads them. An engine may show them part by part, each part once.
-
-        Args:
-            by_layer: whether the norm of each layer is measured, too.
-        """
+        """Look at gradients before the optimizer reads them, and at the norm of each layer if `by_layer`. An engine may
+        show them part by part, each part once."""
         if not self._noise and not by_layer:
             return
         found = parts()
@@ -69,15 +66,9 @@ class StepGradients:
             self._squares[self._layers.place[name]] += torch.linalg.vector_norm(part).double().square()
 
     def finish(self, micro_batches: int, norm: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Reduce the measurements after all gradients were shown; collective, if anything was measured.
-
-        Args:
-            micro_batches: the micro-batches of the step on this rank.
-            norm: the global norm before clipping.
-
-        Returns:
-            The numbers of `noise`, and the gradient norm of each layer by name. Each is empty if it was not asked for.
-        """
+        """Reduce the measurements after all gradients were shown; collective, if anything was measured. `norm` is the
+        global norm before clipping. Return the numbers of `noise`, and the gradient norm of each layer by name; each is
+        empty if it was not asked for."""
         if not self._noise and not len(self._squares):
             return {}, {}
         clipped = self._clip / (norm + 1e-6) if self._clip and self._clip < norm < math.inf else 1.0

@@ -38,12 +38,8 @@ def recorder(device: torch.device) -> Record | None:
 def recorder_of(
     how: str, refusal: Refusal | None, model: Transformer, device: torch.device
 ) -> tuple[Record | None, str]:
-    """Return the function that records micro-steps, or None and the reason why the host launches each of them.
-
-    Args:
-        how: training.cuda_graphs.
-        refusal: the setting that keeps micro-steps from being recorded.
-    """
+    """Return the function that records micro-steps, or None and the reason why the host launches each of them, by
+    training.cuda_graphs and the setting that keeps micro-steps from being recorded."""
     if how == "off":
         return None, "training.cuda_graphs off"
     if refusal:

@@ -73,16 +73,9 @@ class ReplayTimes:
 def slowest_of_ranks(
     times: tuple[float, float] | None, timing: bool, device: torch.device
 ) -> tuple[float, float] | None:
-    """Return the seconds of a micro-step by the host and of a replay on the slowest ranks. All ranks call it.
-
-    Args:
-        times: the seconds of this rank; None: it has not timed enough.
-        timing: whether this rank may still have enough of them in a later step.
-
-    Returns:
-        the seconds, the same on all ranks. None: a rank needs another step. Seconds are 0 if no rank has times, and
-        none will have.
-    """
+    """Return the seconds of a micro-step by the host and of a replay on the slowest ranks, the same on all ranks, which
+    all call it. None: a rank has not timed enough, but may have in a later step (`timing`). Seconds are 0 if no rank
+    has times, and none will have."""
     by_host, replayed = times or (0.0, 0.0)
     waits = times is None and timing
     found = torch.tensor([by_host, replayed, waits], dtype=torch.float64, device=device)

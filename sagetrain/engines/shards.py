@@ -106,11 +106,8 @@ class Shards:
 
     def update(self, gradients: dict[str, Tensor], decision: Decision, lr: float, number: int) -> bool:
         """Measure the norm of this rank's part of the gradients, ask the decision, and make update `number` (the first
-        is 1) of the masters or leave them; collective. Return whether the update was made.
-
-        Raises:
-            TrainingError: a tensor has no gradient.
-        """
+        is 1) of the masters or leave them; collective. Return whether the update was made. Raises TrainingError if a
+        tensor has no gradient."""
         self._complete(gradients)
         if self._balance:
             self._balance.take(gradients)

@@ -82,13 +82,10 @@ class Engine(Passes):
     @abstractmethod
     def state_changed(self, optimizer_steps: int | None = None) -> None:
         """Copy the master weights to every other copy of the weights. Call this after master weights or moments were
-        set.
+        set. Raises ConfigError on every rank if the engine's memory does not hold what `owned` says.
 
         Args:
             optimizer_steps: the number of steps that the optimizer has made so far; None: the number stays as it is.
-
-        Raises:
-            ConfigError: on every rank, if the engine's memory does not hold what `owned` says.
         """
 
     @abstractmethod
@@ -259,7 +256,9 @@ class Engine(Passes):
     def evaluate(
         self, batches: Iterable[Batch], sources: Sequence[str] = (), stop: Callable[[], bool] = never
     ) -> dict[str, float]:
-        """Return the validation losses in nats per token. Every rank has the same number of micro-batches.
+        """Return the validation losses in nats per token. Every rank has the same number of micro-batches. Raises
+        InterruptedError on every rank if any rank was asked to stop. With several ranks the error comes one batch
+        later, because no rank waits for the batch that has just begun.
 
         Args:
             batches: this rank's micro-batches.
@@ -269,10 +268,6 @@ class Engine(Passes):
         Returns:
             valid/loss, the mean over the counted tokens of all ranks, and valid/<name>/loss for each of `sources`. The
                 loss of a source is nan if no batch has tokens of it.
-
-        Raises:
-            InterruptedError: on every rank, if any rank was asked to stop. With several ranks the error comes one batch
-                later, because no rank waits for the batch that has just begun.
         """
         self._prepare_evaluation()
         # The evaluation has metrics of its own, because numbers that the model adds meanwhile belong to no step.

@@ -107,12 +107,8 @@ class Plain:
         """The sum of the losses of a step's micro-batches. It stays in the same memory."""
 
     def run(self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool) -> Tensor:
-        """Run forward and backward over all micro-batches of a step. Return the sum of their losses, fp64. It is 0 on a
-        pipeline stage without the output projection.
-
-        Args:
-            masked: some tokens do not count in the loss.
-        """
+        """Run forward and backward over all micro-batches of a step, in which some tokens do not count if `masked`.
+        Return the sum of their losses, fp64. It is 0 on a pipeline stage without the output projection."""
         self._total.zero_()
         for number, batch in enumerate(batches):
             if masked:

@@ -100,12 +100,8 @@ class WholeWeights:
 
 
 def place(whole: Tensor, leaves: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """Copy gathered rows to their places in whole weights.
-
-    Args:
-        whole: the rows of all weights, a row of this tensor for each rank.
-        sizes: the most elements that a rank has of each weight (longest_shards).
-    """
+    """Copy gathered rows to their places in whole weights. `whole` has a row for each rank, with its rows of all
+    weights: at most `sizes` elements of each weight (longest_shards)."""
     ranks = len(whole)
     even = [leaf.numel() == ranks * size for leaf, size in zip(leaves, sizes, strict=True)]
     # The parts of other weights are longer than the weights.

@@ -69,15 +69,13 @@ def diagnose(
     run: TrainedRun, recipes: Sequence[str], num_sequences: int | None = None, report: Callable[[str], None] = print
 ) -> Diagnosis:
     """Measure the errors of every layer with each of the recipes. The run's model changes: its attention, and its
-    parameters no longer require gradients.
+    parameters no longer require gradients. Raises ConfigError if a recipe does not exist, INT8 attention cannot run
+    here, or the data cannot be read.
 
     Args:
         recipes: names of recipes. None given: the recipe that the run was trained with, or else fine.
         num_sequences: sequences of data.valid, or of data.train if that is empty; rounded up to whole micro-batches.
         report: gets a message if the data has fewer.
-
-    Raises:
-        ConfigError: a recipe does not exist, INT8 attention cannot run here, or the data cannot be read.
     """
     model, data = run.model, run.cfg.data
     trained = model.functions

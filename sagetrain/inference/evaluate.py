@@ -125,7 +125,9 @@ def evaluate_texts(
     text_key: str = "text",
     report: Callable[[str], None] = lambda text: None,
 ) -> list[Evaluation]:
-    """Compute losses on all of each text. Every token is scored once, in windows as long as the context.
+    """Compute losses on all of each text. Every token is scored once, in windows as long as the context. Raises
+    ConfigError if the stride is longer than the context, there is no data, or the data cannot be read, holds no text or
+    comes from another tokenizer.
 
     Args:
         paths: token files (NAME, or NAME.bin if a file or folder NAME is there), or text that `sagetrain prepare` could
@@ -133,10 +135,6 @@ def evaluate_texts(
         stride: tokens between two windows (inference/windows.py). Default: half of the context.
         text_key: field or column that holds the text.
         report: gets the reason if there are no unigram losses.
-
-    Raises:
-        ConfigError: the stride is longer than the context, there is no data, or the data cannot be read, holds no text
-            or comes from another tokenizer.
     """
     data, size = run.cfg.data, run.cfg.data.seq_length
     stride = stride or default_stride(size)

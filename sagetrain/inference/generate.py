@@ -86,7 +86,8 @@ def generate(
     run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None
 ) -> Iterator[tuple[Completion, str]]:
     """Continue prompts, `batch_size` of them at a time. Yields a completion, and the text by which it has grown; the
-    last time with its `finish`.
+    last time with its `finish`. Raises ConfigError if the run has no tokenizer, a prompt is longer than the context, or
+    the template refuses it.
 
     A prompt is read alone, and a text that ends makes room for the next prompt. With a seed, the text of a prompt
     depends on nothing else, batch and other prompts included (up to float sums in another order, if two tokens are
@@ -95,9 +96,6 @@ def generate(
 
     With a chat template (data/chat_template.py), prompts are messages of a user, which the model answers, and the token
     that the template puts behind an answer ends one too.
-
-    Raises:
-        ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.
     """
     tokenizer, context, prefix = run.tokenizer, run.context, run.text_prefix
     if tokenizer is None:

@@ -223,7 +223,8 @@ def load_run(
     linear: LoadedPrecision | None = None,
     ranks: Ranks | None = None,
 ) -> TrainedRun:
-    """Load the checkpoint of `open_run` as a model.
+    """Load the checkpoint of `open_run` as a model. Raises CheckpointError if open_run refuses the run, and ConfigError
+    if `attention` or `linear` cannot run here, or the model cannot be spread over so many ranks.
 
     Args:
         report: gets messages about what was skipped, and about what runs differently here.
@@ -233,10 +234,6 @@ def load_run(
             if the run has others.
         ranks: the ranks that share the model, tensor parallel; all of them call this. Default: this process has all of
             it.
-
-    Raises:
-        CheckpointError: open_run refuses the run.
-        ConfigError: `attention` or `linear` cannot run here, or the model cannot be spread over so many ranks.
     """
     run = open_run(run_dir, report, step)
     ranks = ranks or Ranks.alone()

@@ -69,7 +69,9 @@ def export(
     shard_bytes: int = 4 * 10**9,
     report: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Write a checkpoint as a folder that transformers.AutoModelForCausalLM.from_pretrained loads.
+    """Write a checkpoint as a folder that transformers.AutoModelForCausalLM.from_pretrained loads. Raises ConfigError
+    if transformers has no class for the model, or there is something in the folder, and CheckpointError if there is no
+    checkpoint, or the folder cannot be written.
 
     Args:
         folder: folder to write, which does not exist yet or is empty. It appears when everything in it is written. A
@@ -78,10 +80,6 @@ def export(
         dtype: dtype of the weights. Default: the dtype that the run computed in; imported weights keep their dtype.
         shard_bytes: largest size of a file of weights, unless a single tensor is larger.
         report: gets messages about what could not be exported.
-
-    Raises:
-        ConfigError: transformers has no class for the model, or there is something in the folder.
-        CheckpointError: there is no checkpoint, or the folder cannot be written.
     """
     if url := url_of(folder):
         target = UrlPath(store_url(url))

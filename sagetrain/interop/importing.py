@@ -85,7 +85,9 @@ def import_folder(
     report: Report = lambda text: None,
 ) -> Imported:
     """Turn a Hugging Face folder into a run folder with one checkpoint, for training.init_from, eval, generate and
-    export. The weights stay as they are, in their dtype. Rows that pad the vocabulary are zeros.
+    export. The weights stay as they are, in their dtype. Rows that pad the vocabulary are zeros. Raises ConfigError if
+    the folder holds another kind of model, is incomplete, or its sizes do not match, and CheckpointError if the run
+    folder cannot be written.
 
     Args:
         run_dir: folder to write, which does not exist yet or is empty. It appears when everything in it is written.
@@ -93,10 +95,6 @@ def import_folder(
         per_token: the experts of a token.
         shard_bytes: largest size of a file of weights, unless a single tensor is larger.
         report: gets a message for everything that is read differently than the folder says.
-
-    Raises:
-        ConfigError: the folder holds another kind of model, is incomplete, or its sizes do not match.
-        CheckpointError: the run folder cannot be written.
     """
     if url := url_of(folder):
         source = UrlPath(store_url(url))

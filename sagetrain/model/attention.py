@@ -24,7 +24,9 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped-query heads, spread over the tensor-parallel group.
+    """Causal self-attention with grouped-query heads, spread over the tensor-parallel group. Raises ValueError if
+    tensor_parallel_size does not divide the numbers of heads, or context_parallel_size is none of
+    AttentionSpec.context_sizes.
 
     Heads are also spread over the context-parallel group while the sequences are whole, so that K-smoothing, masks and
     backends need not know of context parallelism. Where there are more context-parallel ranks than key/value heads,
@@ -33,10 +35,6 @@ class Attention(nn.Module):
 
     A call of the module runs the attention function alone. The block calls `project` before and `out` after it, see
     block.Block.
-
-    Raises:
-        ValueError: tensor_parallel_size does not divide the numbers of heads, or context_parallel_size is none of
-            AttentionSpec.context_sizes.
     """
 
     def __init__(

@@ -175,11 +175,8 @@ FIXED_RECIPE: RecipeName = "fine"
 
 
 def attention_function(backend: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
-    """Return the attention function of a backend name that selection.py returned.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the attention function of a backend name that selection.py returned. Raises ValueError if the name is
+    unknown."""
     on_gpu = torch.device(device).type == "cuda"
     match backend:
         case "sage":

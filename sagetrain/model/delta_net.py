@@ -23,15 +23,13 @@ from sagetrain.parallel.topology import ParallelGroups
 
 class DeltaNet(nn.Module):
     """A gated delta net, which a block has in the place of attention.Attention and calls alike: `project`, then the
-    module itself, then `out`.
+    module itself, then `out`. Raises ValueError if a rank has only a part of the heads or of the tokens, which was not
+    proven.
 
         q, k, v    projected, and convolved along the tokens
         g          -exp(a_log) softplus(a + dt_bias), the logarithm of the decay; a is projected
         beta       sigmoid(b), the strength of the correction; b is projected
         result     RMSNorm(delta rule(q, k, v, g, beta)) * silu(z); z is projected
-
-    Raises:
-        ValueError: a rank has only a part of the heads or of the tokens, which was not proven.
     """
 
     def __init__(

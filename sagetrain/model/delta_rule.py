@@ -59,12 +59,8 @@ class DeltaRule(AttentionFunction):
 
 
 def delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
-    """Return the gated delta net's function on a device.
-
-    Raises:
-        ValueError: a GPU has no package fla, or a version of Triton that compiles it wrongly, or the dtype has more
-            than 16 bits there.
-    """
+    """Return the gated delta net's function on a device. Raises ValueError if a GPU has no package fla, or a version of
+    Triton that compiles it wrongly, or the dtype has more than 16 bits there."""
     if torch.device(device).type != "cuda":
         return Recurrent()
     if dtype not in (torch.bfloat16, torch.float16):

@@ -14,7 +14,7 @@ def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, stretch: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the rotation angles. They are computed once per forward pass and shared by all
-    blocks.
+    blocks. Raises ValueError if head_dim is odd.
 
     The angle of pair i at position p is p * theta^(-2 i / head_dim), computed in float64: in fp32 the angles of a
     million-token context are off by several percent of a radian.
@@ -26,9 +26,6 @@ def rotary_tables(
 
     Returns:
         cos, sin: fp32 [tokens, 1, head_dim / 2]; the 1 broadcasts over heads.
-
-    Raises:
-        ValueError: head_dim is odd.
     """
     if head_dim % 2:
         raise ValueError(f"the rotary embedding needs an even head_dim, not {head_dim}")

@@ -28,13 +28,10 @@ from sagetrain.model.delta_rule import delta_rule
 def resolve_backend(
     attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[str, str]:
-    """Return the backend that will run, and one line that says why or how.
+    """Return the backend that will run, and one line that says why or how. Raises ValueError if the backend, or a gated
+    delta net, cannot run on this device or in this dtype, or its package is not installed.
 
     The backend is one of sage, sdpa, flash and reference. The result is `auto` where choose_attention has to decide.
-
-    Raises:
-        ValueError: the backend, or a gated delta net, cannot run on this device or in this dtype, or its package is not
-            installed.
     """
     backend, how = _resolved(attention, model, device, dtype)
     return backend, how + (f"; gated delta net {delta_rule(device, dtype).how}" if model.delta_net else "")
@@ -97,10 +94,7 @@ def attention_functions(
     attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> list[AttentionFunction]:
     """Return the function of every layer: the one that attention.backend names here, or that of a gated delta net.
-
-    Raises:
-        ValueError: the backend cannot run here, see resolve_backend.
-    """
+    Raises ValueError if the backend cannot run here, see resolve_backend."""
     backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
     every, function = layer_specs(model), attention_function(backend, attention, device)
     return [delta_rule(device, dtype) if layer.delta_net else function for layer in every]
@@ -116,7 +110,8 @@ def matmuls_of(
     dtype: torch.dtype,
 ) -> tuple[list[dict[str, Any]], str]:
     """Return the low-bit Matmul of each linear layer, keyed by name for each block and for the end, and one line that
-    says so. The entry "experts" is a GroupedMatmul. The end has an entry "head" if linear.head is in 8 bits.
+    says so. The entry "experts" is a GroupedMatmul. The end has an entry "head" if linear.head is in 8 bits. Raises
+    ValueError if the precision cannot run on this device or in this dtype.
 
     A layer without an entry multiplies in dtype. With precision `auto` no layer has an entry, because choose_linear has
     to decide.
@@ -126,9 +121,6 @@ def matmuls_of(
             which layers are in 8 bits.
         here: the number of ranks that share the model now, if it is another. The sides of a layer at this size must
             suit 8 bits as well.
-
-    Raises:
-        ValueError: the precision cannot run on this device or in this dtype.
     """
     low = linear.low_bit_blocks(model.num_layers)
     if not low:

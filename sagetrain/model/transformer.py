@@ -66,6 +66,8 @@ def changed(attributes: Mapping[tuple[Any, str], object]) -> Iterator[None]:
 
 class Transformer(nn.Module):
     """The whole model: embedding, blocks, final norm and head. On a pipeline stage it is the stage's part of them.
+    Raises ValueError if tensor_parallel_size does not divide a dimension, or together with context_parallel_size it
+    does not divide the heads.
 
     A stage's parameters have the names and the initial values that they have in the whole model. Stages but the first
     have no `embedding`, and stages but the last have neither `final_norm` nor `head`. With tied embeddings, the last
@@ -92,10 +94,6 @@ class Transformer(nn.Module):
         loss: a user's loss in the place of the cross-entropy, or None.
         chunks: the ranges of blocks that this stage of a pipeline has, in the order of the model. None: the whole model
             is here. `functions` and `matmuls` are those of all layers in either case.
-
-    Raises:
-        ValueError: tensor_parallel_size does not divide a dimension, or together with context_parallel_size it does not
-            divide the heads.
     """
 
     def __init__(

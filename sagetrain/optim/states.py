@@ -102,13 +102,8 @@ def _check_begin(start: int) -> None:
 
 
 def state_of(moments: Moments, like: Tensor, signed: bool = True) -> State:
-    """Return the memory of one kind of state, which is zero at first.
-
-    Args:
-        moments: the setting optimizer.moments.
-        like: the weights that the state belongs to, 1-D.
-        signed: whether values may be negative.
-    """
+    """Return the memory of one kind of state of 1-D weights, as optimizer.moments says, which is zero at first. Values
+    may be negative if it is `signed`."""
     if moments == "int8":
         return Int8(like, signed)
     if moments == "bf16":

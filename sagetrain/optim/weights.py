@@ -25,11 +25,8 @@ _AT_ONCE = 2**23
 
 
 class ChanceWeights:
-    """Master weights in bf16, in the memory of the engine. New values are rounded by chance.
-
-    Args:
-        seed: the seed of the run.
-    """
+    """Master weights in bf16, in the memory of the engine. New values are rounded by chance, from the seed of the
+    run."""
 
     def __init__(self, piece: TensorPiece, seed: int) -> None:
         self._piece, self._seed = piece, seed
@@ -81,12 +78,7 @@ class KahanWeights:
 
 
 def weights_of(master: MasterKind, piece: TensorPiece, seed: int) -> Weights:
-    """Return the master weights of a piece.
-
-    Args:
-        master: the setting optimizer.master. The memory of the piece has the dtype that it asks for.
-        seed: the seed of the run.
-    """
+    """Return the master weights of a piece, whose memory has the dtype that optimizer.master asks for."""
     if master == "fp32":
         return Fp32(piece.weight)
     return ChanceWeights(piece, seed) if master == "bf16_chance" else KahanWeights(piece)
@@ -128,9 +120,6 @@ def _mixed(x: _Number) -> _Number:
 
 
 def round_by_chance(values: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 numbers to bf16, away from zero with the probability of the part that is cut off.
-
-    Args:
-        bits: 16 random bits for each number.
-    """
+    """Round fp32 numbers to bf16, away from zero with the probability of the part that is cut off, by 16 random bits
+    for each."""
     return ((values.view(torch.int32) + bits.to(torch.int32)) & ~0xFFFF).view(torch.float32).bfloat16()

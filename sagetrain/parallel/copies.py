@@ -132,11 +132,8 @@ class Copies:
         return self._memory.send(steps)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Start to sum x over the group and keep this rank's part along dim 0. x is contiguous.
-
-        Raises:
-            ValueError: the size of the group does not divide dim 0.
-        """
+        """Start to sum x over the group and keep this rank's part along dim 0. x is contiguous. Raises ValueError if
+        the size of the group does not divide dim 0."""
         if x.shape[0] % self.size:
             raise ValueError(f"dim 0 ({x.shape[0]}) is not a multiple of the group's size ({self.size})")
         nbytes, memory = x.nbytes // self.size, self._memory
@@ -244,13 +241,8 @@ _refused: dict[str, str] = {}
 
 def connect(group: ProcessGroup, slots: int = SLOTS) -> str:
     """Let the gathers and scatters of a group go by copy engines, between the current devices, if they can, with this
-    number of slots.
-
-    All ranks call it and decide alike.
-
-    Returns:
-        The reason why the group stays with NCCL, or an empty string.
-    """
+    number of slots. All ranks call it and decide alike. Return the reason why the group stays with NCCL, or an empty
+    string."""
     name = group.group_name
     if name not in connected and name not in _refused:
         copies: list[Copies] = []
@@ -276,12 +268,8 @@ def forget() -> None:
 
 
 def _check(group: ProcessGroup, copies: list[Copies]) -> None:
-    """Raise an error for whatever would make the next step fail on some ranks, or wait for ever.
-
-    Raises:
-        RuntimeError: the ranks are on several hosts, or their GPUs cannot reach each other, or torch's symmetric memory
-            is not CUDA's.
-    """
+    """Raise RuntimeError for whatever would make the next step fail on some ranks, or wait for ever: the ranks are on
+    several hosts, or their GPUs cannot reach each other, or torch's symmetric memory is not CUDA's."""
     boot, own = Path("/proc/sys/kernel/random/boot_id"), torch.cuda.current_device()
     host = (socket.gethostname(), boot.read_text() if boot.exists() else "")
     places = of_every_rank((host, own), group)
@@ -314,11 +302,8 @@ def _map(group: ProcessGroup, copies: list[Copies]) -> None:
 
 
 def _try(group: ProcessGroup, copies: list[Copies]) -> None:
-    """Run both collectives more often than there are slots, within a time limit.
-
-    Raises:
-        RuntimeError: the trial did not end in time, or gave wrong values.
-    """
+    """Run both collectives more often than there are slots, within a time limit. Raises RuntimeError if the trial did
+    not end in time, or gave wrong values."""
     size, rank, own = group.size(), group.rank(), copies[0]
     each = torch.arange(size, device="cuda", dtype=torch.float32)
     gathered = [own.all_gather(each[rank : rank + 1] + i) for i in range(2 * SLOTS)]

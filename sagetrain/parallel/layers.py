@@ -92,7 +92,8 @@ def keep_weights(model: nn.Module) -> None:
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """Several y = x W^T of one x. The rows of each W, which are its output features, are spread over the group.
+    """Several y = x W^T of one x. The rows of each W, which are its output features, are spread over the group. Raises
+    ValueError if tensor_parallel_size does not divide a number of output features.
 
     x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one layer, because they
     share a collective forward and one backward.
@@ -102,9 +103,6 @@ class ColumnParallelLinear(ParallelLayer):
         bias: add a bias to each output, which is cut as the rows of its weight are.
         matmul: how the layer multiplies (default: in the dtype of its operands, gradients joined under tensor
             parallelism).
-
-    Raises:
-        ValueError: tensor_parallel_size does not divide a number of output features.
     """
 
     def __init__(
@@ -154,7 +152,8 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """One y = x W^T. The columns of W, which are its input features, are spread over the group.
+    """One y = x W^T. The columns of W, which are its input features, are spread over the group. Raises ValueError if
+    tensor_parallel_size does not divide in_features.
 
     The layer starts to add the partial sums over the group: for all ranks, or for each rank its shard of the tokens.
     `finish_leave` finishes the sum.
@@ -162,9 +161,6 @@ class RowParallelLinear(ParallelLayer):
     Args:
         bias: add a bias to the sum, which every rank has whole.
         matmul: how the layer multiplies (default: in the dtype of its operands).
-
-    Raises:
-        ValueError: tensor_parallel_size does not divide in_features.
     """
 
     def __init__(
@@ -207,13 +203,11 @@ class RowParallelLinear(ParallelLayer):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding lookup with the rows of the table spread over the group. `finish_leave` finishes it.
+    """An embedding lookup with the rows of the table spread over the group. `finish_leave` finishes it. Raises
+    ValueError if tensor_parallel_size does not divide vocab_size.
 
     Args:
         scaled: multiply the rows by sqrt(hidden_size), which is rounded to their dtype.
-
-    Raises:
-        ValueError: tensor_parallel_size does not divide vocab_size.
     """
 
     def __init__(

@@ -114,14 +114,12 @@ class Metrics:
 
     def reduce(self, device: torch.device, stages: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Return all metrics over all ranks, keyed by name and equal on every rank, and forget them. All ranks call it.
+        Raises RuntimeError if the ranks have not added the same names.
 
         Args:
             device: the device of the collective.
             stages: the stages of a pipeline if they may have added different names, those of their own layers for
                 example. A stage that has not added a name counts for nothing in it.
-
-        Raises:
-            RuntimeError: the ranks have not added the same names.
         """
         if stages is not None:
             self._add_names_of(stages)

@@ -57,11 +57,7 @@ def _backend() -> str | None:
 @dataclass(frozen=True)
 class Topology:
     """The arithmetic of how `world_size` ranks fall into groups along the axes. It has integers alone and no process
-    group.
-
-    Raises:
-        ValueError: a size is below 1, or the product of the other sizes does not divide the world size.
-    """
+    group. Raises ValueError if a size is below 1, or the product of the other sizes does not divide the world size."""
 
     world_size: int
     tensor_parallel_size: int
@@ -113,11 +109,8 @@ class Topology:
         return self.num_replicas // self.context_parallel_size
 
     def coords(self, rank: int) -> tuple[int, int, int]:
-        """Return the (data-parallel, context-parallel, tensor-parallel) rank of a global rank.
-
-        Raises:
-            ValueError: the rank is outside of the world.
-        """
+        """Return the (data-parallel, context-parallel, tensor-parallel) rank of a global rank. Raises ValueError if the
+        rank is outside of the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside 0..{self.world_size - 1}")
         replica, tp_rank = divmod(rank % self.stage_size, self.tensor_parallel_size)
@@ -293,14 +286,12 @@ class ParallelGroups:
 
     @classmethod
     def create(cls, topology: Topology, timeout: timedelta | None = None) -> ParallelGroups:
-        """Make the process groups that this rank is in, one for each axis. All ranks of the job call it.
+        """Make the process groups that this rank is in, one for each axis. All ranks of the job call it. Raises
+        ValueError if the topology was made for another world size than torch.distributed's, or the world's process
+        group is bound to a device.
 
         Args:
             timeout: how long a collective of these groups may wait for a silent rank (default: torch's).
-
-        Raises:
-            ValueError: the topology was made for another world size than torch.distributed's, or the world's process
-                group is bound to a device.
         """
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"topology is for {topology.world_size} ranks, the job has {dist.get_world_size()}")

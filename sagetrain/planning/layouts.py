@@ -135,13 +135,9 @@ def propose_smaller_states(cfg: RunConfig, target: Target) -> list[PricedLayout]
 
 
 def with_longer_micro_batches(cfg: RunConfig, item: PricedLayout, target: Target, gain: float) -> PricedLayout | None:
-    """Return a layout with longer micro-batches, and with the tokens per step that they need, that is at least `gain`
-    times as fast: the one with the fewest tokens. None if none of up to eight times the length is, or fits.
-
-    Args:
-        cfg: the configuration as given, with linear.precision auto where it is.
-        item: one of its layouts.
-    """
+    """Return a layout with longer micro-batches than `item`, one of the configuration's, and with the tokens per step
+    that they need, that is at least `gain` times as fast: the one with the fewest tokens. None if none of up to eight
+    times the length is, or fits. The configuration is as given, with linear.precision auto where it was."""
     micro = item.cfg.data.micro_batch_size
     anew = with_recomputation(item.cfg.model_copy(update={"linear": cfg.linear}), "none")
     for factor in (2, 4, 8):
@@ -297,12 +293,9 @@ def _fitting(
 
 
 def _recomputing(cfg: RunConfig, target: Target) -> Iterator[PricedLayout]:
-    """Yield the layouts of a configuration with what its backward pass has to recompute for it to fit into memory:
-    nothing, or the fewest blocks and `selective`. No layout is yielded if all of that is too little.
-
-    Args:
-        cfg: the configuration, in which nothing is recomputed.
-    """
+    """Yield the layouts of a configuration, in which nothing is recomputed, with what its backward pass has to
+    recompute for it to fit into memory: nothing, or the fewest blocks and `selective`. No layout is yielded if all of
+    that is too little."""
     way, prediction, usable = cfg, None, target.usable
     if cfg.parallel.tensor_parallel_size > 1:
         # The memory depends on halves, about which the prediction decides. What no way fits need not be predicted.

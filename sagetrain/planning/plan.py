@@ -60,7 +60,8 @@ def make_plan(
     measured_tokens_per_second: float | None = None,
     measured: MeasuredRun | None = None,
 ) -> Plan:
-    """Make the plan of a run.
+    """Make the plan of a run. Raises ConfigError if the file cannot be loaded, or no GPU could reach the measured
+    speed.
 
     Args:
         config: the configuration, or its file.
@@ -68,9 +69,6 @@ def make_plan(
         measured_tokens_per_second: measured speed of this configuration without data parallelism; the prediction is
             scaled to it.
         measured: an earlier run, for the findings about its measurements.
-
-    Raises:
-        ConfigError: the file cannot be loaded, or no GPU could reach the measured speed.
     """
     path = None if isinstance(config, RunConfig) else config
     cfg = config if isinstance(config, RunConfig) else load_config(config, overrides)

@@ -148,11 +148,7 @@ class Target:
 
 def calibrate(cfg: RunConfig, target: Target, tokens_per_second: float) -> Hardware:
     """Return the GPU of `target` with everything that runs on the GPU scaled, so that one data-parallel rank reaches
-    `tokens_per_second`.
-
-    Raises:
-        ConfigError: fixed costs, launching and communication alone take longer.
-    """
+    `tokens_per_second`. Raises ConfigError if fixed costs, launching and communication alone take longer."""
     parallel = cfg.parallel
     gpus = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 

@@ -59,18 +59,9 @@ def show_plan(
     brief: bool = False,
     measured: Path | None = None,
 ) -> int:
-    """Print the plan of a run.
-
-    Args:
-        world_size: number of ranks. None: that of the configuration, or 1.
-        measured: folder of an earlier run, for its measurements.
-
-    Returns:
-        The number of errors among the findings.
-
-    Raises:
-        ConfigError: make_plan or read_measured refuses its arguments.
-    """
+    """Print the plan of a run on `world_size` ranks (None: as configured, or 1), beside the measurements of an earlier
+    run in the folder `measured`. Return the number of errors among the findings. Raises ConfigError if make_plan or
+    read_measured refuses its arguments."""
     earlier = read_measured(measured) if measured else None
     plan = make_plan(path, overrides, world_size, hardware, measured_tokens_per_second, earlier)
     _print_findings(console, plan.findings)
@@ -92,11 +83,7 @@ def show_plan(
 
 def show_key_reference(console: Console, part: str = "") -> None:
     """Print the keys of the YAML that have `part` in their names, those that begin with it first: the values that they
-    take, their defaults and meanings.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
+    take, their defaults and meanings. Raises ConfigError if there is no such key."""
     found = sorted((key for key in keys() if part in key.name), key=lambda key: not key.name.startswith(part))
     if not found:
         sections = dict.fromkeys(key.name.partition(".")[0] for key in keys())

@@ -87,14 +87,12 @@ class Monitor:
 
     @contextmanager
     def micro_batch(self, turn: int, num_sequences: int, length: int) -> Iterator[None]:
-        """Measure the forward and backward pass through the whole model inside of this context.
+        """Measure the forward and backward pass through the whole model inside of this context. Raises RuntimeError if
+        the calls of attention were not those of one forward and one backward pass.
 
         Args:
             turn: number of the measurement; another one takes another sample.
             num_sequences: sequences on this rank (with its context-parallel group).
-
-        Raises:
-            RuntimeError: the calls of attention were not those of one forward and one backward pass.
         """
         watched, blocks = self._watched(turn, num_sequences, length), range(self._model.config.num_layers)
         watched.expect(blocks, backward=False)
@@ -202,11 +200,8 @@ class WatchedAttention:
         metrics.max(f"{tag}/S/largest", sums.largest_logit)
 
     def end(self) -> None:
-        """Check that every call came, and that every layer was measured.
-
-        Raises:
-            RuntimeError: the calls of attention were not those of one forward and one backward pass.
-        """
+        """Check that every call came, and that every layer was measured. Raises RuntimeError if the calls of attention
+        were not those of one forward and one backward pass."""
         expected = sum(layer in self.layers for layer in self.order)
         if (self.forwards, self.measured) != (len(self.order), expected):
             raise RuntimeError(

@@ -104,12 +104,8 @@ class ReplicaCheck:
         self._last: Callable[[int], Any] | None = None
 
     def begin(self, last: Callable[[int], Any], before: ReplicaTry | None) -> ReplicaCheck:
-        """Begin a try of a step.
-
-        Args:
-            last: returns the last micro-batch of a replica in this step.
-            before: the result of the try before, which was refused.
-        """
+        """Begin a try of a step. `last` returns the last micro-batch of a replica in it, and `before` was a try that
+        was refused."""
         self._last, self._before, self._own, self._again = last, before, {}, {}
         return self
 

@@ -132,11 +132,7 @@ _ASKED = {
 
 def gpu_state(place: str) -> str:
     """Return what nvidia-smi says of a slow GPU, in words: clocks, temperature, throttling, and errors of memory and
-    NVLink. The text is empty if there is no GPU or no answer.
-
-    Args:
-        place: the words about a device, with GPU-UUID.
-    """
+    NVLink. `place` has its GPU-UUID. The text is empty if there is no GPU or no answer."""
     if not (found := re.search(r"GPU-[\w-]+", place)):
         return ""
     device, asked = ("-i", found[0]), f"--query-gpu={','.join(_ASKED.values())}"

@@ -40,15 +40,8 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def claim(self, say: Callable[[str], None]) -> None:
-        """Take the lease, and renew it until `release`. This waits if another run had it, to see whether that run is
-        alive.
-
-        Args:
-            say: gets a line about the wait.
-
-        Raises:
-            CheckpointError: another run has the lease.
-        """
+        """Take the lease, and renew it until `release`. This waits, and says so, if another run had it, to see whether
+        that run is alive. Raises CheckpointError if another run has the lease."""
         try:
             self._store.put(OWNER, self._owner(), absent=True)
         except FileExistsError:
@@ -78,12 +71,8 @@ class Lease:
             self._store.delete([OWNER])
 
     def check(self) -> None:
-        """Check that the run still has the lease.
-
-        Raises:
-            CheckpointError: another run has taken it, for instance because this process was stopped for minutes.
-            OSError: the store does not answer.
-        """
+        """Check that the run still has the lease. Raises CheckpointError if another run has taken it, for instance
+        because this process was stopped for minutes, and OSError if the store does not answer."""
         try:
             owner = _parsed(self._store.read(OWNER))
         except FileNotFoundError:
@@ -117,14 +106,9 @@ def _parsed(text: bytes) -> dict[str, str]:
 
 
 def check_rights(folder: UrlPath) -> str:
-    """Check that files can be written, replaced and deleted in a folder of a store.
-
-    Returns:
-        A warning if the store replaces a file that another writer has put, or an empty text.
-
-    Raises:
-        CheckpointError: a right is missing, or the place does not exist.
-    """
+    """Check that files can be written, replaced and deleted in a folder of a store. Return a warning if the store
+    replaces a file that another writer has put, or an empty text. Raises CheckpointError if a right is missing, or the
+    place does not exist."""
     store, name = store_at(folder, _PATIENCE), f".probe-{secrets.token_hex(8)}"
     try:
         store.put(name, b"1", absent=True)

@@ -84,7 +84,9 @@ def build(
     loss: OwnLoss | None = None,
     stop: StopSignal | None = None,
 ) -> Run:
-    """Build a run, or the part of a run that is next (config/run_parts.py), on this rank; collective.
+    """Build a run, or the part of a run that is next (config/run_parts.py), on this rank; collective. Raises
+    ConfigError if files, settings or hosts do not allow the run, CheckpointError if the checkpoints or the folder of
+    the run cannot be used, and TrainingError if a GPU is out of memory.
 
     Args:
         own_process: let signals stop the run, and end the process if the run hangs. False in a program that continues
@@ -93,11 +95,6 @@ def build(
         tokens: the user's source of training tokens. None: the token files of data.train.
         loss: the user's loss. None: the cross-entropy.
         stop: the signals that the part before has listened to.
-
-    Raises:
-        ConfigError: files, settings or hosts do not allow the run.
-        CheckpointError: the checkpoints or the folder of the run cannot be used.
-        TrainingError: a GPU is out of memory.
     """
     # In a program that continues, the run begins here, and so does a later part of it.
     times = StartTimes(born() if own_process and stop is None else time.time())
@@ -170,10 +167,7 @@ def check_parts(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
 
 def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnLoss | None = None) -> CheckedFiles:
     """Open the files that the run reads, and check that this device can run it. Nothing waits for another rank here.
-
-    Raises:
-        ConfigError: a file or a setting does not allow the run.
-    """
+    Raises ConfigError if a file or a setting does not allow the run."""
     if (every := cfg.stability.replay.every_steps) and (loss or tokens):
         raise ConfigError(
             f"stability.replay.every_steps: {every} compares bits of replicas, which was not tried with "
@@ -222,11 +216,7 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
 
 def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
     """Check that this host has the memory that its ranks take with parallel.offload and training.activation_offload,
-    and for copies of the state.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    and for copies of the state. Raises ConfigError if it lacks some."""
     if (memory := memory_of_host()) is None:
         return
     # Copies of an earlier process of this run take memory already.
@@ -248,12 +238,8 @@ def meet(
     stop: StopSignal | None = None,
 ) -> Meeting:
     """Join the other ranks, check that all hosts have the same inputs, and find the checkpoint to continue from;
-    collective.
-
-    Raises:
-        ConfigError: hosts differ or do not come, or the checkpoint is of another run.
-        CheckpointError: another run uses the folder, or all of its checkpoints are damaged.
-    """
+    collective. Raises ConfigError if hosts differ or do not come, or the checkpoint is of another run, and
+    CheckpointError if another run uses the folder, or all of its checkpoints are damaged."""
     use_interface(cfg.training.network_interface)
     if cfg.stability.replay.every_steps:
         # torch refuses deterministic products without it, and cuBLAS reads it when it is first used.
@@ -374,11 +360,8 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
 
 
 def resume(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine) -> Resumed:
-    """Load the checkpoint that the run continues from, or the weights that it begins with; collective.
-
-    Raises:
-        CheckpointError: the files do not fit the model or the order of samples.
-    """
+    """Load the checkpoint that the run continues from, or the weights that it begins with; collective. Raises
+    CheckpointError if the files do not fit the model or the order of samples."""
     cfg = settled.cfg
     if met.checkpoint is None:
         record = init_from.start_from(cfg.training, engine, files.folder.path, met.reporter.say)

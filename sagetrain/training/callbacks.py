@@ -117,12 +117,8 @@ class Callbacks:
         self._own, self._users, self._failures = own, users, failures or Failures()
 
     def tell(self, hook: Callable[..., None], *args: object) -> None:
-        """Call a hook of every callback with these arguments. After the first error of a user's function, which is
-        kept, no callback of the user is called again.
-
-        Args:
-            hook: the hook of Callback.
-        """
+        """Call a hook of Callback with these arguments, of every callback. After the first error of a user's function,
+        which is kept, no callback of the user is called again."""
         for callback in self._own:
             getattr(callback, hook.__name__)(*args)
         self._tell_users(hook.__name__, *args)

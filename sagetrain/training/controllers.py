@@ -163,13 +163,11 @@ class Controllers:
 
     def take(self, state: TrainState, size: int, take: Take, last: Callable[[int], Batch]) -> StepResult:
         """Let the engine take the step after `state`, and take it again if rows of experts lacked room or the
-        computations of two replicas differ.
+        computations of two replicas differ. Raises TrainingError if computations differ a second time, and
+        stability.replay.policy is stop.
 
         Args:
             last: returns the last micro-batch of any replica in this step.
-
-        Raises:
-            TrainingError: computations differ a second time, and stability.replay.policy is stop.
         """
         step, replay = state.step + 1, self._replay
         observers, take = self._observers(step, size), partial(self._with_room, state, take)
@@ -213,11 +211,8 @@ class Controllers:
         return result
 
     def compare_weights(self, state: TrainState) -> None:
-        """Compare the weights of all replicas, and renew them from the masters if they differ; collective.
-
-        Raises:
-            TrainingError: the masters differ as well, and stability.replay.policy is stop.
-        """
+        """Compare the weights of all replicas, and renew them from the masters if they differ; collective. Raises
+        TrainingError if the masters differ as well, and stability.replay.policy is stop."""
         if self._replay is None or (event := self._replay.different_weights()) is None:
             return
         self._engine.weights_changed()
@@ -266,11 +261,7 @@ class Controllers:
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
         """Apply the policy to the step after `state`, whose update was not made. Return the position of the run after
-        that.
-
-        Raises:
-            TrainingError: the policy ends the run.
-        """
+        that. Raises TrainingError if the policy ends the run."""
         cfg, step, settings, event = self._cfg, state.step + 1, self.spikes.settings, result.event
         assert event, "a step is left out because something is wrong with it"
         if settings.policy == "stop" or not self.spikes.may_act(step):
@@ -299,14 +290,9 @@ class Controllers:
     def _rewind(
         self, state: TrainState, size: int, event: Event, go_back: GoBack
     ) -> tuple[TrainState, int, list[Event]]:
-        """Load weights and optimizer of an earlier checkpoint, but continue after the present step.
-
-        Returns:
-            The new position, the step of that checkpoint, and the events of the movers that went back.
-
-        Raises:
-            TrainingError: there is no checkpoint to go back to.
-        """
+        """Load weights and optimizer of an earlier checkpoint, but continue after the present step. Return the new
+        position, the step of that checkpoint, and the events of the movers that went back. Raises TrainingError if
+        there is no checkpoint to go back to."""
         step, seq_length = state.step + 1, self._cfg.data.seq_length
         back = go_back(partial(self.spikes.may_go_back, step))
         if back is None:
@@ -343,12 +329,8 @@ class Controllers:
 
 
 def _replay(engine: Engine, places: Sequence[str], backend: str, every: int) -> ReplicaCheck:
-    """Return the comparison of replicas; collective.
-
-    Raises:
-        ConfigError: their GPUs are of different models, whose kernels give different bits, or their attention was not
-            tried on GPUs.
-    """
+    """Return the comparison of replicas; collective. Raises ConfigError if their GPUs are of different models, whose
+    kernels give different bits, or their attention was not tried on GPUs."""
     device = engine.device
     if device.type == "cuda" and backend != "sage":
         raise ConfigError(

@@ -30,16 +30,14 @@ _FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")
 
 def check(root: Location, cfg: RunConfig, identity: Identity) -> None:
     """Check that a run can start, before any rank waits for another. A run that has checkpoints of its own in `root`
-    continues from them. The checkpoint that it began with is then not checked again, and may be gone.
+    continues from them. The checkpoint that it began with is then not checked again, and may be gone. Raises
+    ConfigError if training.init_from is no run and no checkpoint, or it has another model, vocabulary or tokenizer, or
+    it has no moments, or those of another optimizer, although they are wanted. It is also raised if training.run_dir
+    itself is an imported folder.
 
     Args:
         root: the folder of the run's checkpoints.
         identity: the settings that identify the checkpoints of the run.
-
-    Raises:
-        ConfigError: training.init_from is no run and no checkpoint, or it has another model, vocabulary or tokenizer,
-            or it has no moments, or those of another optimizer, although they are wanted. It is also raised if
-            training.run_dir itself is an imported folder.
     """
     training = cfg.training
     if own := on_disk.newest(root):
@@ -114,17 +112,9 @@ def differences(theirs: Identity, ours: Identity) -> list[str]:
 def start_from(
     training: TrainingConfig, engine: Engine, folder: Path, say: Callable[[str], None]
 ) -> InitFromRecord | None:
-    """Load the weights, and if wanted the Adam moments, of training.init_from into the engine; collective.
-
-    Args:
-        folder: the run folder, in which the record is written.
-
-    Returns:
-        The record of the checkpoint; None without training.init_from.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or has other shapes.
-    """
+    """Load the weights, and if wanted the Adam moments, of training.init_from into the engine, and write the record of
+    its checkpoint to the run folder; collective. Return the record; None without training.init_from. Raises
+    CheckpointError if the checkpoint is damaged, or has other shapes."""
     if training.init_from is None:
         return None
     source = on_disk.whole(location(training.init_from), say, moments=training.init_moments)

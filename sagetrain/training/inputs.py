@@ -63,11 +63,8 @@ def identity(
 
 
 def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Yield what `train` would refuse in the files that exist, and say what it would continue from.
-
-    Args:
-        tokenizer: the run's tokenizer; None: its file does not exist. Missing files are findings of config.rules.data.
-    """
+    """Yield what `train` would refuse in the files that exist, and say what it would continue from. Missing files are
+    findings of config.rules.data; there is no tokenizer if its file is missing."""
     vocab_size = cfg.model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     sha256 = tokenizer.sha256 if tokenizer else None
     there = {name: [each for each in getattr(cfg.data, name) if is_there(each)] for name in ("train", "valid")}
@@ -106,12 +103,8 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
 
 
 def task_manager(names: Sequence[str]) -> TaskManager:
-    """Return what loads tasks of the lm-evaluation-harness.
-
-    Raises:
-        ConfigError: the harness has no task of a name, and there is no such file.
-        ImportError: the harness is not installed.
-    """
+    """Return what loads tasks of the lm-evaluation-harness. Raises ConfigError if the harness has no task of a name,
+    and there is no such file, and ImportError if the harness is not installed."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -224,11 +217,8 @@ def context_of(cfg: RunConfig) -> int:
 
 
 def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
-    """Check that each prompt of samples leaves at least half of the context for its continuation.
-
-    Raises:
-        ConfigError: a prompt is too long.
-    """
+    """Check that each prompt of samples leaves at least half of the context for its continuation. Raises ConfigError if
+    a prompt is too long."""
     for number, prompt in enumerate(prompts):
         if (size := len(tokenizer.encode(prompt))) > context // 2:
             raise ConfigError(
@@ -240,11 +230,7 @@ def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, context: int) ->
 
 def check_disk(cfg: RunConfig, vocab_size: int) -> None:
     """Check that the disk of the run folder has room for a checkpoint. An older one makes room only once the next one
-    is there.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    is there. Raises ConfigError if it has none."""
     if cfg.training.run_url:
         return
     folder, size = Path(cfg.training.run_dir).absolute(), checkpoint_bytes(cfg, vocab_size)

@@ -78,14 +78,9 @@ def _check_shape(losses: object, labels: Tensor) -> None:
 
 
 def try_out(loss: object, vocab_size: int, sequences: int) -> None:
-    """Call a loss with a few logits, as training will.
-
-    Args:
-        sequences: the sequences of a micro-batch, which a loss by sequence gets.
-
-    Raises:
-        ConfigError: the loss cannot be called, or does not return the loss of each token or sequence with a gradient.
-    """
+    """Call a loss with a few logits, as training will; a loss by sequence gets those of a micro-batch's sequences.
+    Raises ConfigError if the loss cannot be called, or does not return the loss of each token or sequence with a
+    gradient."""
     if not callable(loss):
         raise ConfigError(f"loss: {loss!r} cannot be called; give a function of logits and labels")
     name, whole = name_of(loss), is_by_sequence(loss)

@@ -38,15 +38,12 @@ def record_allocations(device: torch.device) -> None:
 def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Mapping[str, object]) -> Iterator[None]:
     """Turn a GPU's out-of-memory error into an error that says what helps. Leave a snapshot of the allocator in the run
     folder: memory/rank-<rank>.pickle, for pytorch.org/memory_viz. The snapshot contains what `record_allocations` has
-    recorded.
+    recorded. Raises TrainingError if the GPU is out of memory.
 
     Args:
         predicted: returns the bytes that a rank needs as planned (costs.memory.memory_per_rank), for the settings
             that are settled by then.
         ways: the keys of the YAML that change the memory, with their values.
-
-    Raises:
-        TrainingError: the GPU is out of memory.
     """
     try:
         yield

@@ -15,13 +15,9 @@ GAINS = "blocks.0.attention_norm.gain", "blocks.0.attention_post_norm.gain"
 
 @torch.no_grad()
 def perturb(engine: Engine, channel: int) -> None:
-    """Replace one gain of the first block's norm by the next larger number in the model's dtype; collective.
-
-    Where norms multiply by 1 + gain, that sum becomes the next larger number. The number next to 0 is lost in a sum.
-
-    Args:
-        channel: the channel of that gain, from 1; 0: no gain is changed.
-    """
+    """Replace one gain of the first block's norm, that of a channel from 1, by the next larger number in the model's
+    dtype; collective. Channel 0 changes none. Where norms multiply by 1 + gain, that sum becomes the next larger
+    number. The number next to 0 is lost in a sum."""
     if not channel:
         return
     dtype, place = next(iter(engine.leaves().values())).dtype, channel - 1

@@ -44,19 +44,10 @@ def check(
     identity: Identity,
     files: dict[str, str],
 ) -> Reader:
-    """Check that a run may continue from a checkpoint. All ranks call this with the same arguments.
-
-    Args:
-        identity: the settings that a checkpoint must share with the run that continues it.
-        files: the hashes of this host's data, by name.
-
-    Returns:
-        A reader of the checkpoint.
-
-    Raises:
-        ConfigError: the checkpoint was written by another run, or has seen more tokens than this one is to see, or
-            checkpoint.resume is never.
-    """
+    """Check that a run may continue from a checkpoint, which has to share its identity and the hashes of its data, by
+    name. All ranks call this with the same arguments. Return a reader of the checkpoint. Raises ConfigError if the
+    checkpoint was written by another run, or has seen more tokens than this one is to see, or checkpoint.resume is
+    never."""
     if cfg.checkpoint.resume == "never":
         raise ConfigError(
             f"{folder.parent.parent} holds checkpoint {folder.name} and checkpoint.resume is never; "
@@ -112,14 +103,8 @@ def _saved_optimizer(folder: Location) -> OptimizerConfig:
 
 
 def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable[[str], None]) -> list[str]:
-    """Print where a run continues, and what has changed since its checkpoint.
-
-    Args:
-        linear: the settings of the run's linear layers, with `auto` settled.
-
-    Returns:
-        Lines `key: old -> new` for the settings that have changed.
-    """
+    """Print where a run continues, and what has changed since its checkpoint. Return lines `key: old -> new` for the
+    settings that have changed. `linear` has `auto` settled."""
     say(f"resumed from {reader.folder.name} ({reader.state.tokens:,} tokens seen)")
     if reader.world_size != dist.get_world_size():
         say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
@@ -162,11 +147,8 @@ def parts_of(state: RunState, cfg: RunConfig) -> tuple[int, int]:
 
 def learning_rate_jump(cfg: RunConfig, folder: Location, tokens: int, last: int) -> tuple[str, str] | None:
     """Describe how far the learning rate jumps if a run continues with another schedule, and what to do about it. The
-    checkpoint has seen `tokens` tokens, `last` of them in its last step.
-
-    Returns:
-        The description and the fix; None if the schedule gives the last step the learning rate that it had.
-    """
+    checkpoint has seen `tokens` tokens, `last` of them in its last step. Return the description and the fix; None if
+    the schedule gives the last step the learning rate that it had."""
     total = cfg.training.total_tokens
     if not last or tokens >= total:
         return None
@@ -199,15 +181,13 @@ def _shown(sources: Iterable[DataSource]) -> str:
 
 
 def restore(reader: Reader, engine: Engine, order: str, cfg: RunConfig) -> TrainState:
-    """Load a checkpoint of this run into the engine and the random generators. Return the position of the run.
+    """Load a checkpoint of this run into the engine and the random generators. Return the position of the run. Raises
+    CheckpointError if the checkpoint's ledger is not that of a run.
 
     Args:
         order: the fingerprint of the order of samples.
         cfg: the configuration of the run. If training.perturb has changed since the checkpoint, the weights get
             another rounding. The moments of another optimizer are not loaded.
-
-    Raises:
-        CheckpointError: the checkpoint's ledger is not that of a run.
     """
     state = reader.state
     written, length, sequences = state.identity, cfg.data.seq_length, state.sequences

@@ -103,12 +103,9 @@ class Trainer:
         return Position(self.state.step, self.state.tokens)
 
     def train(self) -> bool:
-        """Train to the end, or until a signal. A signal saves a checkpoint. Return whether the run is finished.
-
-        Raises:
-            TrainingError: training cannot continue, or a user's function has failed on some rank.
-            CheckpointError: a checkpoint cannot be written.
-        """
+        """Train to the end, or until a signal. A signal saves a checkpoint. Return whether the run is finished. Raises
+        TrainingError if training cannot continue, or a user's function has failed on some rank, and CheckpointError if
+        a checkpoint cannot be written."""
         run, finished = self.run, False
         explained = memory_explained(run.cfg, run.files.vocab_size)
         with self._watchdog, explained, contextlib.ExitStack() as last, contextlib.ExitStack() as broken:
@@ -343,12 +340,10 @@ class Trainer:
     # -- save ----------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Take a checkpoint of the present state, which the saver writes in the background; collective.
+        """Take a checkpoint of the present state, which the saver writes in the background; collective. Raises
+        CheckpointError on every rank if the checkpoint before could not be written.
 
         This waits for the checkpoint before.
-
-        Raises:
-            CheckpointError: on every rank, if the checkpoint before could not be written.
         """
         run, state = self.run, self.state
         self._watchdog.begin("saving")
@@ -409,11 +404,8 @@ class Trainer:
         return []
 
     def _evaluate(self) -> None:
-        """Measure and report the validation losses.
-
-        Raises:
-            InterruptedError: on every rank, if any rank was asked to stop meanwhile.
-        """
+        """Measure and report the validation losses. Raises InterruptedError on every rank if any rank was asked to stop
+        meanwhile."""
         valid = self.run.valid
         assert valid is not None
         self._watchdog.begin("evaluation")

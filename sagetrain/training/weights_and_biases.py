@@ -21,12 +21,10 @@ ID_NAME = "wandb.json"
 
 class WeightsAndBiases(Callback):
     """A callback that reports to one run at Weights & Biases. Every start in the same run folder continues that run.
+    Raises ConfigError if the run at Weights & Biases cannot be begun (no login, no network).
 
     The step is a number of each row, and not wandb's own count, because that count never goes back. A run that was
     killed takes the steps since its checkpoint again, and wandb would drop them.
-
-    Raises:
-        ConfigError: the run at Weights & Biases cannot be begun (no login, no network).
     """
 
     def __init__(self, settings: WandbConfig) -> None:
@@ -94,12 +92,9 @@ def _run_id(path: Path) -> str:
 
 
 def check_login(settings: WandbConfig, run_dir: Path) -> None:
-    """Check that Weights & Biases knows a login here, without a network and without a question at the terminal.
-
-    Raises:
-        ConfigError: there is none, an environment variable of Weights & Biases has a value that it refuses, or the file
-            in the run folder does not have the id of the run.
-    """
+    """Check that Weights & Biases knows a login here, without a network and without a question at the terminal. Raises
+    ConfigError if there is none, an environment variable of Weights & Biases has a value that it refuses, or the file
+    in the run folder does not have the id of the run."""
     import wandb
 
     if (path := run_dir / ID_NAME).exists():

@@ -24,13 +24,11 @@ import forked
 def run_distributed(
     function: Callable, world_size: int, *args: Any, timeout: float = forked.PATIENCE, backend: str = "gloo"
 ) -> list[Any]:
-    """Call function(*args) in `world_size` fresh processes with torch.distributed up; return what each returned.
+    """Call function(*args) in `world_size` fresh processes with torch.distributed up; return what each returned. Raises
+    RuntimeError if a rank raised (the message holds its traceback), died, or did not finish within `timeout` seconds.
 
     The function is found by the file and name it was defined under, so it must be at the top level of a module.
     RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* are set as a launcher would set them. What the ranks print is printed.
-
-    Raises:
-        RuntimeError: a rank raised (the message holds its traceback), died, or did not finish within `timeout` seconds.
     """
     # The store's port is chosen by the OS and held from here on: no other process can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -22,11 +22,8 @@ from sagetrain.config.schema import RunConfig
 
 
 def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Finding]:
-    """Return what cannot run on `world_size` ranks (errors), and settings without effect (warnings).
-
-    Args:
-        vocab_size: vocabulary size of the tokenizer, when it is known.
-    """
+    """Return what cannot run on `world_size` ranks (errors), and settings without effect (warnings). The tokenizer's
+    vocabulary size counts when it is known."""
     where = Layout.of(cfg, world_size)
     return [
         *model.findings(cfg),

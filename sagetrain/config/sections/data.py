@@ -28,11 +28,7 @@ def tokenizer_in(folder: Path) -> Path:
 
 def cache_folder(kind: str = "data") -> Path:
     """Return the folder in which this host keeps what it has read of token files in stores (`data`), or what `auto` has
-    chosen (`choices`).
-
-    Raises:
-        RuntimeError: the user has no home folder, and SAGETRAIN_CACHE names none.
-    """
+    chosen (`choices`). Raises RuntimeError if the user has no home folder, and SAGETRAIN_CACHE names none."""
     return Path(os.environ.get("SAGETRAIN_CACHE") or Path.home() / ".cache/sagetrain") / kind
 
 

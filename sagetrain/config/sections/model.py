@@ -242,11 +242,8 @@ class LinearConfig(Section):
         return [*[SIXTEEN_BITS] * bool(first), low, *[SIXTEEN_BITS] * bool(last)]
 
     def choices(self, layers: Iterable[LinearSizes]) -> list[LinearConfig]:
-        """Return the settings that `auto` may choose from, given the layers on a rank.
-
-        Returns:
-            First all layers in 16 bits, then 8 bits for the layers of at least a given size, with the size rising.
-        """
+        """Return the settings that `auto` may choose from, given the layers on a rank: first all layers in 16 bits,
+        then 8 bits for the layers of at least a given size, with the size rising."""
         least = self.keep_layers_below
         sizes = {least, *(max(least, layer.weights) for layer in layers if not layer.odd)}
         wide, low = (self.model_copy(update={"precision": precision}) for precision in ("bf16", AUTO_PRECISION))

@@ -164,11 +164,8 @@ class Masters:
     def check(self) -> None:
         """Check that each master, rounded to the model's dtype, equals the range of its parameter that the model
         computes with; collective. If DeepSpeed's memory is reordered or has another copy of the weights, the run ends
-        here, and no checkpoint gets weights under wrong names.
-
-        Raises:
-            ConfigError: on every rank, if a master differs on any rank.
-        """
+        here, and no checkpoint gets weights under wrong names. Raises ConfigError on every rank if a master differs on
+        any rank."""
         # At stage 0 the masters are the parameters themselves.
         if self._stage == 0:
             return
