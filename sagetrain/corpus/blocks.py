@@ -22,9 +22,8 @@ from sagetrain.corpus.kinds import HEAD, compression, named_otherwise
 
 BLOCK = 1 << 18
 """Number of bytes that are read at once."""
-_AT_ONCE = 480
-"""Number of bytes that a zstd frame is given at once. Four bytes may be 128 KiB of one letter, so that these are 15 MiB
-at most."""
+_LEAST, _MOST = 1 << 6, 1 << 12
+"""The fewest and the most bytes that a zstd frame is given at once."""
 DAMAGED = (
     EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile, OSError
 )  # fmt: skip
@@ -130,12 +129,12 @@ def _blocks_of_streams(raw: IO[bytes], begin: Callable[[], Any]) -> Iterator[byt
 
 
 class _ZstdFrame:
-    """A zstd frame, with the interface of bz2.BZ2Decompressor. zstandard decompresses whatever it is given, so that a
-    frame is given a few bytes at once."""
+    """A zstd frame, with the interface of bz2.BZ2Decompressor. zstandard decompresses whatever it is given, and a few
+    bytes may be 128 KiB of one letter. So the frame is given as much as it made about a block of before."""
 
     def __init__(self) -> None:
         self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        self._left = memoryview(b"")
+        self._size, self._left = _LEAST, memoryview(b"")
 
     @property
     def eof(self) -> bool:
@@ -156,5 +155,7 @@ class _ZstdFrame:
         """Return what the next bytes of the data hold. The rest of the data is kept for the next call, which has
         none."""
         self._left = memoryview(data) if data else self._left
-        part, self._left = self._left[:_AT_ONCE], self._left[_AT_ONCE:]
-        return self._frame.decompress(part)
+        part, self._left = self._left[: self._size], self._left[self._size :]
+        block = self._frame.decompress(part)
+        self._size = max(_LEAST, self._size // 4) if len(block) > 2 * most else min(2 * self._size, _MOST)
+        return block

@@ -327,7 +327,8 @@ def _documents(name: str, file: BinaryIO, separator: bytes, at: int) -> Iterator
     rest, begun = b"", False
     while block := file.read(BLOCK):
         _refuse_zeros(name, block)
-        *documents, rest = (rest + block).split(separator) if separator else [rest + block]
+        rest = b"".join((rest, block))  # A copy, because a short block keeps the memory of a whole one.
+        *documents, rest = rest.split(separator) if separator else [rest]
         for document in documents:
             at += len(document) + len(separator)
             yield document, len(document), at, True
