@@ -242,15 +242,18 @@ def in_one_process() -> dict[str, Any]:
     with patch.object(fsdp, "build_optimizer", lambda run, group, pieces, ranks: tiny.SGD(pieces)):
         balanced, plain = ([moved(groups, masked, aux) for masked in (False, True)] for aux in (0.5, 0.0))
     losses = [{name: one[name] - other[name] for name in one} for one, other in zip(balanced, plain, strict=True)]
-    cases = {kind_of(name): name for name in CASES}
-    eight = {
+    cases, spread, eight = (
+        {kind_of(name): name for name in names}
+        for names in (CASES, [name for name in CASES if "experts" in name], IN_8_BITS)
+    )
+    first = {
         kind: {precision: first_step(name, groups, precision) for precision in ("bf16", "int8")}
-        for kind, name in cases.items()
+        for kind, name in eight.items()
     }
     # Where ranks have experts between them, the noise is that of everything else.
-    dense = {kind: trained(name, groups, lambda spec: spec.cut != "experts")[0] for kind, name in cases.items()}
+    dense = {kind: trained(name, groups, lambda spec: spec.cut != "experts")[0] for kind, name in spread.items()}
     whole = {kind: trained(name, groups) for kind, name in cases.items()}
-    return {"trained": whole, "dense": dense, "losses": losses, "first": eight}
+    return {"trained": whole, "dense": dense, "losses": losses, "first": first}
 
 
 def in_four(root: str) -> dict[str, Any]:
