@@ -285,11 +285,8 @@ def _adamw_kernel(
 
 
 def adamw(weight: Master, gradient: Tensor, average: Moment, squares: Moment, of: Factors) -> None:
-    """Update weights and moments on a GPU, in place: the bits of adamw_twin between decode_twin and encode_twin.
-
-    Args:
-        gradient: 1-D in fp32 or bf16.
-    """
+    """Update weights and moments on a GPU, in place, by a 1-D gradient in fp32 or bf16: the bits of adamw_twin between
+    decode_twin and encode_twin."""
     (values, rest, chance), eight_bits = weight, average.largest is not None
     if not len(values):
         return

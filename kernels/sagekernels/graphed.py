@@ -57,11 +57,7 @@ def graphed(model: nn.Module, *, kept: int = 4) -> nn.Module:
 
 
 def _graph(model: nn.Module, record: Record, kept: int) -> None:
-    """Replace the forward function of a model.
-
-    Args:
-        record: the function that records.
-    """
+    """Replace the forward function of a model. `record` records what a function launches."""
     if isinstance(model.forward, _Graphed):
         raise ValueError("graphed: this model is graphed already")
     kinds = {kind.__name__ for kind in type(model).__mro__}

@@ -150,11 +150,7 @@ class Matmul:
     def weight_gradients(
         self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Return the gradient of each weight, in its shape.
-
-        Args:
-            saved: the second tensors that `read` made.
-        """
+        """Return the gradient of each weight, in its shape, from the second tensors that `read` made."""
         (x,) = saved
         products: Sequence[Tensor] = [grad.t() @ x for grad in prepared]
         if len(products) < len(weights):

@@ -332,11 +332,8 @@ def add_updates(masters: Sequence[Master], updates: Tensor, places: Sequence[int
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """Return each matrix of a batch orthogonalized: see orthogonalize_twin. The batch is overwritten.
-
-    Args:
-        matrices: bf16 [batch, rows, columns].
-    """
+    """Return each matrix of a batch orthogonalized, bf16 [batch, rows, columns]: see orthogonalize_twin. The batch is
+    overwritten."""
     if matrices.is_cuda:
         return orthogonalize_triton(matrices, steps)
     return torch.stack([orthogonalize_twin(matrix, steps) for matrix in matrices])

@@ -15,11 +15,8 @@ Backward = Callable[..., Any]
 
 
 def one_of(what: str, value: object, allowed: Iterable[str]) -> ValueError:
-    """Return the error about an argument whose value is none of those that are allowed.
-
-    Args:
-        what: the function and its argument, such as "sage_attention: recipe".
-    """
+    """Return the error about an argument, such as "sage_attention: recipe", whose value is none of those that are
+    allowed."""
     names = list(allowed)
     near = difflib.get_close_matches(str(value).lower(), names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

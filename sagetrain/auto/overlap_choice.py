@@ -130,13 +130,11 @@ def time_overlap(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Return the seconds of a block, forward and backward, keyed by "off" (whole) and "on" (halves).
+    """Return the seconds of a block in the middle of the run's, forward and backward, keyed by "off" (whole) and "on"
+    (halves).
 
     All ranks call it: each tensor-parallel group runs its own collectives, and the slowest rank counts. The time that a
     block waits for its weights under ZeRO 3 is not part of the result.
-
-    Args:
-        matmuls: how the blocks of the run multiply; the middle ones are timed.
     """
     model, attention = cfg.model, cfg.attention
     rows = _ROWS_A_RANK * groups.tp_size

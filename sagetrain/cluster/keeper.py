@@ -334,11 +334,8 @@ class Keeper:
     def _begin_elsewhere(
         self, rank: KeptRank | None, deaths: Sequence[Death], why: str, *, left: bool = False
     ) -> NoReturn:
-        """End the world of these keepers, so that torchrun begins another one with the hosts that are left.
-
-        Args:
-            left: this host is left out, by the end of its torchrun.
-        """
+        """End the world of these keepers, so that torchrun begins another one with the hosts that are left. If this
+        host is `left` out, its torchrun ends."""
         if len(deaths) > self._restarts:
             self._end(
                 rank, deaths[-1], f"{why}: after {many(self._restarts, 'restart')} training.restarts allows no more"

@@ -32,13 +32,11 @@ class _Sent(NamedTuple):
 
 
 class CopiedReduction(Reduction):
-    """A Reduction of every pass. The outermost unit, which is the largest, goes through a collective.
+    """A Reduction of every pass, in memory of the ranks that shard all units. The outermost unit, which is the largest,
+    goes through a collective.
 
     Each unit meets twice. At the first meeting all ranks have added up what had come of the unit before, so that the
     memory holds one unit. At the second one all parts are there.
-
-    Args:
-        memory: the memory of the ranks that shard all units.
     """
 
     def __init__(

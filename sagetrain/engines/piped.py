@@ -118,11 +118,7 @@ class Flow:
 
 
 class StageStep:
-    """The passes of a step through this stage.
-
-    Args:
-        total: the sum of the losses so far.
-    """
+    """The passes of a step through this stage, with the sum of their losses so far."""
 
     def __init__(
         self,
@@ -185,11 +181,8 @@ class StageStep:
 
 
 class Piped(Plain):
-    """Take micro-batches through the chunks of a pipeline stage, in the order of the pipeline.
-
-    Args:
-        dtype: the dtype of the residual streams.
-    """
+    """Take micro-batches, as residual streams in a dtype, through the chunks of a pipeline stage, in the order of the
+    pipeline."""
 
     def __init__(self, engine: StagePasses, pipe: Pipe, dtype: torch.dtype) -> None:
         super().__init__(engine)

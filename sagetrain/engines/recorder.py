@@ -88,11 +88,8 @@ class Recorder:
 
     def record(self, make: Callable[[], None], another: bool = False) -> frozenset[str] | None:
         """Call a function that records passes. Return the names of the leaves that get a gradient in them. None: the
-        host launches every pass from now on.
-
-        Args:
-            another: others of this step have been recorded, each in memory of its own.
-        """
+        host launches every pass from now on. With `another`, others of this step have been recorded, each in memory of
+        its own."""
         sums, refusal = self._sums, ""
         given, added, found = set(sums.given), self._metrics.added(), frozenset[str]()
         sums.given.clear()
@@ -142,11 +139,8 @@ class Recorder:
         return f"recordings need {needed / 2**30:.1f} GiB for micro-steps, and {free / 2**30:.1f} GiB are free"
 
     def choose(self, times: tuple[float, float] | None) -> None:
-        """Choose the faster way, as soon as all ranks have timed both; collective.
-
-        Args:
-            times: the seconds of a micro-batch on this rank: see slowest_of_ranks.
-        """
+        """Choose the faster way by the seconds of a micro-batch on this rank (see slowest_of_ranks), as soon as all
+        ranks have timed both; collective."""
         found = slowest_of_ranks(times, not self.refusal, self._device)
         if found is None:
             return

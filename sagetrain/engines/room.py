@@ -19,11 +19,8 @@ METRIC = "room"
 
 
 class Room:
-    """The room for rows of experts in a model's passes with gradients.
-
-    Args:
-        times: the room in multiples of the mean over ranks (parallel.expert_room).
-    """
+    """The room for rows of experts in a model's passes with gradients, in multiples of the mean over ranks
+    (parallel.expert_room)."""
 
     def __init__(self, model: Transformer, times: float, device: torch.device) -> None:
         self._mixtures = [module for module in model.modules() if isinstance(module, MoE)]

@@ -13,12 +13,8 @@ _RING = 3  # This is the number of micro-batches that the host may be ahead of t
 
 
 class StaticInputs:
-    """One place for the micro-batches of a recording. Each comes in one copy.
-
-    Args:
-        like: the arguments of the model for one micro-batch, with tensors in CPU memory.
-        device: the place of the arguments.
-    """
+    """One place on a device for the micro-batches of a recording, which are `like` this one in CPU memory. Each comes
+    in one copy."""
 
     def __init__(self, like: Mapping[str, Any], device: torch.device) -> None:
         tensors = {name: value for name, value in like.items() if isinstance(value, Tensor)}

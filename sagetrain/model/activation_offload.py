@@ -30,12 +30,8 @@ _LEAST_BYTES = 2**16
 
 
 class HostCopies:
-    """Copies between a GPU and the memory of its host, one after the other, beside kernels. On the CPU, copies are made
-    at once.
-
-    Args:
-        gpu: the GPU. None: the model is on the CPU.
-    """
+    """Copies between a GPU and the memory of its host, one after the other, beside kernels. On the CPU (None), copies
+    are made at once."""
 
     def __init__(self, gpu: torch.device | None) -> None:
         self._gpu, self._stream = gpu, None if gpu is None else torch.cuda.Stream(gpu)

@@ -63,13 +63,11 @@ def nvidia_smi(*words: str) -> list[str]:
 
 
 def use_cores() -> str:
-    """Choose torch's number of CPU threads, unless OMP_NUM_THREADS does. Call it before torch is imported.
+    """Choose torch's number of CPU threads, unless OMP_NUM_THREADS does. Return a line that says the number and its
+    reason, or an empty string. Call it before torch is imported.
 
     Threads that wait for each other sleep. OpenMP's default is to spin: on two busy cores, two spinning threads
     computed at a sixteenth of one thread's speed, and two sleeping threads at the speed of one.
-
-    Returns:
-        A line that says the number and its reason, or an empty string.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "OMP_NUM_THREADS" in os.environ:

@@ -356,11 +356,8 @@ class ParallelGroups:
         return group if self.rank in ends else None
 
     def subgroup(self, ranks: list[int], name: str, messages: bool = False) -> dist.ProcessGroup:
-        """Make a further group of these global ranks. Its members call it, all in the same order of groups.
-
-        Args:
-            messages: the group is for messages between two ranks, beside other work.
-        """
+        """Make a further group of these global ranks, or one for `messages` between two of them beside other work. Its
+        members call it, all in the same order of groups."""
         return _new_group(ranks, name, self.timeout, _beside_other_work(self.timeout) if messages else None)
 
 

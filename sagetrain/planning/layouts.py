@@ -83,14 +83,12 @@ def _fits_on(cfg: RunConfig, target: Target, chosen: dict[tuple[int, ...], Linea
 
 
 def propose(cfg: RunConfig, target: Target) -> list[PricedLayout] | None:
-    """Return the five fastest layouts that fit into memory and raise no error in config/rules, in order.
+    """Return the five fastest layouts that fit into memory and raise no error in config/rules, in order. None means
+    that config/rules has an error whatever the layout.
 
     Each differs from the others in more than the micro-batch and the engine: the faster engine is proposed. None
     recomputes what fits into memory. If tokens_per_step allows none, they are raised, to at most MORE_TOKENS times the
     fewest that do. The precision of linear.precision auto is chosen for the ranks and the micro-batch of each layout.
-
-    Returns:
-        The layouts; an empty list if none fits. None means that config/rules has an error whatever the layout.
     """
     every = [*_candidates(cfg, target)]
     allowed = [candidate for candidate in every if target.allows(candidate)]

@@ -181,11 +181,8 @@ class QuantizationProbe:
 
 class QuantNoise(Averages):
     """A controller that decides nothing. It adds quant_noise/<layer>/ratio, bias_ratio and bias_to_gradient to what a
-    probe has measured, and remembers how much of the error is bias.
-
-    Args:
-        noise: the controller before it, which knows the noise of the gradients.
-    """
+    probe has measured, with the noise of the gradients by the controller before it, and remembers how much of the error
+    is bias."""
 
     name = "quant_noise"
 

@@ -182,11 +182,8 @@ class ReplicaCheck:
     # -- the comparison ------------------------------------------------------------------------------------------
 
     def compare(self, vector: Tensor) -> ReplicaTry:
-        """Compare the computations of all replicas; collective if any differ or have differed in the try before.
-
-        Args:
-            vector: the sum of `vector` over all replicas.
-        """
+        """Compare the computations of all replicas, over which `vector` was summed; collective if any differ or have
+        differed in the try before."""
         own, again, weights = vector.view(3, -1).tolist()
         found = ((self._owner(checker), checker) for checker in range(len(own)))
         pairs = [(o, c) for o, c in found if own[o] != again[c] or weights[o] != weights[c]]

@@ -163,12 +163,8 @@ class Controllers:
 
     def take(self, state: TrainState, size: int, take: Take, last: Callable[[int], Batch]) -> StepResult:
         """Let the engine take the step after `state`, and take it again if rows of experts lacked room or the
-        computations of two replicas differ. Raises TrainingError if computations differ a second time, and
-        stability.replay.policy is stop.
-
-        Args:
-            last: returns the last micro-batch of any replica in this step.
-        """
+        computations of two replicas differ. `last` returns the last micro-batch of any replica in it. Raises
+        TrainingError if computations differ a second time, and stability.replay.policy is stop."""
         step, replay = state.step + 1, self._replay
         observers, take = self._observers(step, size), partial(self._with_room, state, take)
         if replay is None or not _due(self._cfg.stability.replay.every_steps, step):

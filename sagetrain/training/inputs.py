@@ -41,11 +41,7 @@ def identity(
     cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | None, order: str | None, loss: str | None = None
 ) -> Identity:
     """Return the settings that a checkpoint must share with the run that continues it. Arguments that are not known yet
-    are None.
-
-    Args:
-        loss: the name of the user's loss. None: the cross-entropy.
-    """
+    are None; without the name of a user's loss it is the cross-entropy."""
     # This import loads numpy.
     from sagetrain.checkpoint.state import Identity
 

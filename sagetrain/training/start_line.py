@@ -19,12 +19,9 @@ from sagetrain.training.run import Run
 
 
 def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> list[str]:
-    """Return the lines that say what runs and where: the run, its attention and its linear layers, and under tensor
-    parallelism the reason for halves of micro-batches. On a GPU the last line says who launches micro-steps.
-
-    Args:
-        reasons: the reasons for the choices of attention, linear layers and halves of micro-batches.
-    """
+    """Return the lines that say what runs and where: the run, its attention and its linear layers with the reasons for
+    both, and under tensor parallelism that for halves of micro-batches. On a GPU the last line says who launches
+    micro-steps."""
     groups, model, ranks = engine.groups, engine.model, dist.get_world_size()
     size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""
     if groups.tp_group is not None and groups.tp_size > 1:
