@@ -49,9 +49,10 @@ _EMBEDDING = 5
 _CASTS = 3, 3
 # A head in INT8 has one use, by torch.compile or eager. It is not taken to be fused with the norm, though it may be.
 _CAST_ONCE = 1.5, 16.5
-# Elements moved per column by the convolutions of a gated delta net (two forward, three backward), and by its output
-# norm (three and five).
-_CONVOLUTION, _GATED_NORM = 5, 8
+# Elements moved per column by the convolutions of a gated delta net (two forward and eight backward, which convolves
+# anew; fla's kernels take the time of 15, 4.9 ms in the same profile as its rule), and by its output norm (three and
+# five).
+_CONVOLUTION, _GATED_NORM = 15, 8
 DELTA_RULE = "delta rule"
 """The name of the recurrence of a gated delta net in Hardware.attention."""
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around the all-to-alls
