@@ -306,6 +306,18 @@ def equal_time(figure: Figure) -> None:
     panel.legend(fontsize=8)
 
 
+def recipe_parts(figure: Figure) -> None:
+    (first, *rows), panel = tables("recipe-parts")[0], figure.subplots()
+    for row in rows:
+        shares = [name for name in row if name.endswith(" %")]
+        less = [number(row[name]) - number(first[name]) for name in shares]
+        panel.plot([number(name) for name in shares], less, marker="o", markersize=3, label=plain(row["arm"]))
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.set(xlabel="share of the run, %", ylabel="bits per byte of held-out text\nless those of our recipe")
+    panel.set_ylim(-0.08, 0.13)
+    panel.legend(fontsize=6, ncols=3, loc="upper center")
+
+
 def muon_int8(figure: Figure) -> None:
     rows, panel = tables("muon-int8")[0], figure.subplots()
     for name in ("gap under AdamW", "gap under Muon"):
@@ -381,6 +393,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     ),
     "one-h100": ("one-h100.png", 2.6, ranked("one-h100", "{model, attention}", "tokens/s", "tokens/s on one H100")),
     "plan": ("plan.png", 3.6, plan),
+    "recipe-parts": ("parts.png", 3.6, recipe_parts),
     "sequence-parallel": ("sequence-parallel.png", 3.0, sequence_parallel),
     "small-card": ("memory.png", 2.4, small_card),
     "start": ("start.png", 3.0, start),

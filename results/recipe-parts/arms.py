@@ -1,0 +1,587 @@
+"""Train a small model by the parts of our recipe and of a public speed run's, several arms at a time on each GPU.
+
+    python results/recipe-parts/arms.py TEXT OUT --seconds 245 --after results/recipe-parts/rows.jsonl
+
+TEXT is a folder with tokens of 16 bits, train.bin and valid.bin, of 32,000 words. All arms are plain PyTorch in bf16:
+10 layers of 512 (11 in the speed run's model), sequences of 1,024, 16 of them a step, 1,500 steps, and a text that is
+read 2.29 times. INT8 is left out, because it moved no loss in results/equal-time.
+
+An arm of kind "climb" changes one setting of the best recipe at its start, so gains add up. An arm of kind "feature"
+changes what the library cannot do. With --after ROWS, the file of an earlier call, each arm begins at the best climb of
+that call, and nothing is built on. No test runs this script, and it imports nothing of the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SMALL = bool(os.environ.get("SMALL"))
+VOCAB, WIDTH, LAYERS, FFN, LENGTH, SEQUENCES, PASSES = 32000, 512, 10, 1536, 1024, 16, 2.29
+VALID, POINTS, BYTES_PER_TOKEN = 128, (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0), 1860099 / 430537
+if SMALL:
+    WIDTH, LAYERS, FFN, LENGTH, SEQUENCES, VALID = 64, 2, 192, 64, 4, 8
+HEAD_DIM, WIDE, GATE, CAP = (32, 64, 16, 15.0) if SMALL else (64, 128, 32, 15.0)
+FULL = frozenset(("square", "values", "mix", "cap", "plain", "wide"))
+"""The parts of the speed run's model: squared ReLU; embeddings added to values; shares of the first residual; capped
+logits; no gains, a norm behind the embedding, and its initial weights; heads of 128."""
+MORE, NARROW = (SEQUENCES * LENGTH / 2**19) ** 0.5, (WIDTH / 768) ** -0.5
+
+
+class Recipe(NamedTuple):
+    parts: frozenset[str] = frozenset()
+    lr: float = 4e-3
+    spectral: bool = False
+    """The factor of a matrix's rate: sqrt(max(1, rows / columns)) in the place of 0.2 sqrt(max(rows, columns))."""
+    momentum: tuple[float, ...] = (0.9,)
+    """One value; or start, middle, end, and the share of the run over which it rises. It falls with the rate."""
+    decay: float = 0.1
+    cautious: bool = False
+    fading: bool = False
+    """The matrices' decay falls by a cosine, as the speed run's."""
+    second: bool = False
+    embedding: float = 6.4e-2
+    head: float = 4e-3
+    gain: float = 4e-3
+    scalar: float = 0.5 * MORE
+    rest_decay: float = 0.1
+    """Of embedding and head."""
+    even: bool = False
+    """Embedding and head decay at the rate of the matrices (optimizer.weight_decay_lr)."""
+    betas: tuple[float, float] = (0.8, 0.95)
+    eps: float = 1e-8
+    clip: float = 1.0
+    warmup: float = 0.1
+    line: float = 0.65
+    end: float = 0.0
+    batches: tuple[tuple[float, int], ...] = ((0.0, SEQUENCES),)
+    """From which share of the tokens on a step has so many sequences."""
+    seed: int = 0
+    length: float = 1.0
+    """The share of the steps."""
+
+
+OURS = Recipe()
+THEIRS: dict[str, Any] = {
+    "lr": 0.02 * MORE, "spectral": True, "momentum": (0.85, 0.97, 0.90, 0.27), "decay": math.nan, "cautious": True,
+    "fading": True, "second": True, "embedding": 0.3 * MORE * NARROW, "head": 0.008 * MORE * NARROW,
+    "gain": 0.008 * MORE * NARROW, "rest_decay": 0.0, "eps": 1e-10, "clip": 0.0, "warmup": 0.027, "end": 0.05,
+}  # fmt: skip
+SPEED = Recipe(parts=FULL, **THEIRS)
+"""Its warm-up of 40 steps and its momentum's 400 are shares of 1,500 steps here."""
+
+FIRST: list[tuple[str, Recipe]] = [
+    ("ours", OURS),
+    ("speed run", SPEED),
+    ("ours, 2e-3", OURS._replace(lr=2e-3)),
+    ("speed run, 0.8 of the steps", SPEED._replace(length=0.8)),
+    ("our model, its optimizer", OURS._replace(**THEIRS)),
+    ("its model, our optimizer", OURS._replace(parts=FULL)),
+]
+Change = dict[str, Any]
+
+
+def lr(factor: float) -> Any:
+    return lambda r: {"lr": r.lr * factor}
+
+
+MIDDLE: list[tuple[str, str, Any]] = [
+    ("climb", "lr x 0.5", lr(0.5)),
+    ("climb", "weight_decay_lr", lambda r: {"even": True}),
+    ("climb", "momentum 0.95", lambda r: {"momentum": (0.95,)}),
+    ("feature", "second moment", lambda r: {"second": True}),
+    ("climb", "warm-up 0.03", lambda r: {"warmup": 0.03}),
+    ("fixed", "ours", lambda r: OURS._replace(seed=1)),
+    ("climb", "head x 0.5", lambda r: {"head": r.head / 2}),
+    ("climb", "embedding x 0.5", lambda r: {"embedding": r.embedding / 2}),
+    ("climb", "decay of matrices x 5", lambda r: {"decay": r.decay * 5}),
+    ("feature", "cautious, decay x 5", lambda r: {"decay": max(0.5, r.decay), "cautious": True}),
+    ("climb", "fall over 0.9", lambda r: {"line": 0.9}),
+    ("feature", "tokens 8K, 16K, 32K", lambda r: {
+        "batches": ((0.0, SEQUENCES // 2), (0.2, SEQUENCES), (0.6, 2 * SEQUENCES))}),
+    ("fixed", "speed run without values", lambda r: SPEED._replace(parts=FULL - {"values"})),
+    ("feature", "momentum 0.85, 0.97, 0.9", lambda r: {"momentum": (0.85, 0.97, 0.9, 0.2)}),
+    ("climb", "lr x 0.7", lr(0.7)),
+    ("climb", "eps 1e-10", lambda r: {"eps": 1e-10}),
+    ("climb", "lr x 1.4", lr(1.4)),
+    ("feature", "heads of 128", lambda r: {"parts": frozenset({"wide"})}),
+    ("fixed", "speed run, rates x 2", lambda r: SPEED._replace(
+        lr=2 * SPEED.lr, embedding=2 * SPEED.embedding, head=2 * SPEED.head, gain=2 * SPEED.gain)),
+    ("climb", "head x 2", lambda r: {"head": r.head * 2}),
+    ("climb", "embedding x 2", lambda r: {"embedding": r.embedding * 2}),
+    ("climb", "clip none", lambda r: {"clip": 0.0}),
+    ("climb", "end 0.05", lambda r: {"end": 0.05}),
+]  # fmt: skip
+LAST: list[tuple[str, str, Any]] = [
+    ("feature", "all features that gained", None),
+    ("fixed", "best", lambda r: r._replace(seed=1)),
+    ("fixed", "best + values, mix", lambda r: r._replace(parts=r.parts | {"values", "mix"})),
+    ("fixed", "speed run", lambda r: SPEED._replace(seed=1)),
+    ("fixed", "its model, best optimizer", lambda r: r._replace(parts=FULL)),
+    ("fixed", "best + square", lambda r: r._replace(parts=r.parts | {"square"})),
+]
+
+
+AFTER: list[tuple[str, str, Any]] = [
+    ("alone", "tokens 8K", lambda r: {"batches": ((0.0, SEQUENCES // 2),)}),
+    ("alone", "decay 0.2", lambda r: {"decay": 0.2}),
+    ("alone", "second moment", lambda r: {"second": True}),
+    ("alone", "momentum 0.85", lambda r: {"momentum": (0.85,)}),
+    ("alone", "tokens 8K, 16K from 0.3", lambda r: {"batches": ((0.0, SEQUENCES // 2), (0.3, SEQUENCES))}),
+    ("alone", "decay 0.5", lambda r: {"decay": 0.5}),
+    ("alone", "cautious, decay 0.2", lambda r: {"cautious": True, "decay": 0.2}),
+    ("alone", "warm-up 0.03", lambda r: {"warmup": 0.03}),
+    ("alone", "fall over 0.8", lambda r: {"line": 0.8}),
+    ("alone", "lr 5.6e-3", lambda r: {"lr": 5.6e-3}),
+    ("alone", "heads of 128", lambda r: {"parts": r.parts | {"wide"}}),
+    ("alone", "head 2e-3", lambda r: {"head": 2e-3}),
+    ("alone", "embedding 3.2e-2", lambda r: {"embedding": 3.2e-2}),
+    ("alone", "fall over 0.5", lambda r: {"line": 0.5}),
+    ("alone", "decay 0.05", lambda r: {"decay": 0.05}),
+    ("alone", "base", lambda r: {"seed": 1}),
+    ("alone", "the most gain", None),
+]  # fmt: skip
+"""Decay is of matrices, embedding and head where the base has weight_decay_lr. The last two are second seeds."""
+
+
+# ---------------------------------------------------------------- the models
+def lane_code() -> dict[str, Any]:
+    """What a lane needs of torch, which main does without."""
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    cuda = torch.cuda.is_available()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    torch.set_float32_matmul_precision("high")
+    backend = os.environ.get("BACKEND", "inductor" if cuda else "")
+    compiled = (lambda f: torch.compile(f, dynamic=False, backend=backend)) if backend else (lambda f: f)
+
+    def norm(x: Tensor, eps: float | None) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    def make_block(parts: frozenset[str], valued: bool) -> Any:
+        size, eps, gained = (
+            (WIDE if "wide" in parts else HEAD_DIM),
+            None if "plain" in parts else 1e-6,
+            "plain" not in parts,
+        )
+
+        def block(x, first, cos, sin, keep, share, gains, value, gate, q, k, v, out, up, up2, down):
+            if keep is not None:
+                x = keep.to(x.dtype) * x + share.to(x.dtype) * first
+            h = norm(x, eps)
+            if gained:
+                h = h * gains[0].to(h.dtype)
+            q, k, v = (F.linear(h, w.to(h.dtype)).unflatten(-1, (-1, size)) for w in (q, k, v))
+            if valued:
+                v = v + (2 * torch.sigmoid(F.linear(h[..., :GATE], gate.to(h.dtype))))[..., None] * value.unflatten(
+                    -1, (-1, size)
+                )
+            q, k = norm(q, eps), norm(k, eps)
+            if gained:
+                q, k = q * gains[2].to(q.dtype), k * gains[3].to(k.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+            x = x + F.linear(o.transpose(1, 2).flatten(2), out.to(x.dtype))
+            h = norm(x, eps)
+            if gained:
+                h = h * gains[1].to(h.dtype)
+            h2 = F.linear(h, up.to(h.dtype))
+            h2 = F.relu(h2).square() if up2 is None else F.silu(h2) * F.linear(h, up2.to(h.dtype))
+            return x + F.linear(h2, down.to(x.dtype))
+
+        return compiled(block)
+
+    def make_loss(parts: frozenset[str]) -> Any:
+        capped, eps, gained = "cap" in parts, None if "plain" in parts else 1e-6, "plain" not in parts
+
+        def loss(x, gain, head, labels):
+            x = norm(x, eps)
+            if gained:
+                x = x * gain.to(x.dtype)
+            logits = F.linear(x, head.to(x.dtype)).float()
+            if capped:
+                logits = CAP * torch.tanh(logits / CAP)
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+        return compiled(loss)
+
+    kept: dict[Any, Any] = {}
+
+    def cached(make: Any, *key: Any) -> Any:
+        if (make, key) not in kept:
+            kept[make, key] = make(*key)
+        return kept[make, key]
+
+    class Model(nn.Module):
+        def __init__(self, parts: frozenset[str], seed: int) -> None:
+            super().__init__()
+            self.parts = parts
+            layers = LAYERS + (max(1, LAYERS // 10) if "square" in parts and "plain" in parts else 0)
+            plain, square, self.layers = "plain" in parts, "square" in parts, layers
+            size = WIDE if "wide" in parts else HEAD_DIM
+            ffn, ups = (4 * WIDTH, 1) if square else (FFN, 2)
+            self.square = nn.Parameter(torch.empty(4 * layers, WIDTH, WIDTH))
+            self.up, self.down = (
+                nn.Parameter(torch.empty(ups * layers, ffn, WIDTH)),
+                nn.Parameter(torch.empty(layers, WIDTH, ffn)),
+            )
+            self.embedding, self.head = nn.Parameter(torch.empty(VOCAB, WIDTH)), nn.Parameter(torch.empty(VOCAB, WIDTH))
+            self.gains, self.heads_gains = (
+                nn.Parameter(torch.ones(2 * layers + 1, WIDTH)),
+                nn.Parameter(torch.ones(2 * layers, size)),
+            )
+            self.values = nn.Parameter(torch.empty(VOCAB, WIDTH * (layers // 2))) if "values" in parts else None
+            self.gates = nn.Parameter(torch.zeros(layers // 2, WIDTH // size, GATE)) if "values" in parts else None
+            self.keep = nn.Parameter(torch.ones(layers)) if "mix" in parts else None
+            self.share = nn.Parameter(torch.full((layers,), 0.1)) if "mix" in parts else None
+            angles = torch.arange(LENGTH)[:, None] * (1e5 if plain else 1e4) ** -(torch.arange(0, size, 2) / size)
+            self.cos, self.sin = (nn.Buffer(t[None, :, None]) for t in (angles.cos(), angles.sin()))
+            self.to("cuda" if cuda else "cpu")
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                bound = (3 / WIDTH) ** 0.5
+                if self.values is not None:
+                    self.values.uniform_(-bound, bound)
+                if plain:
+                    self.square.uniform_(-bound, bound)
+                    self.up.uniform_(-bound, bound)
+                    self.square[3::4] = 0
+                    self.down.zero_()
+                    self.embedding.normal_()
+                    self.head.normal_(std=0.001)
+                else:
+                    for weight in (self.square, self.up, self.embedding, self.head, self.down):
+                        weight.normal_(std=0.02)
+                    self.square[3::4] *= (2 * layers) ** -0.5
+                    self.down *= (2 * layers) ** -0.5
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            parts, layers = self.parts, self.layers
+            x = F.embedding(tokens, self.embedding).to(dtype)
+            first = norm(x, None) if "plain" in parts else x
+            x = first.clone() if "mix" in parts else first  # Two names of one tensor make another graph.
+            valued = self.values is not None
+            values = F.embedding(tokens, self.values).to(dtype).split(WIDTH, -1) if valued else ()
+            square, ups, downs = self.square.unbind(), self.up.unbind(), self.down.unbind()
+            gains, small = self.gains.unbind(), self.heads_gains.unbind()
+            gates = self.gates.unbind() if valued else ()
+            keep, share = (
+                (self.keep.unbind(), self.share.unbind()) if self.keep is not None else ((None,) * layers,) * 2
+            )
+            several = len(ups) > layers
+            for n in range(layers):
+                here = valued and n % 2 == 1
+                x = cached(make_block, parts, here)(
+                    x, first if keep[n] is not None else None, self.cos, self.sin, keep[n], share[n],
+                    None if "plain" in parts else (gains[2 * n], gains[2 * n + 1], small[2 * n], small[2 * n + 1]),
+                    values[n // 2] if here else None, gates[n // 2] if here else None, *square[4 * n : 4 * n + 4],
+                    ups[2 * n if several else n], ups[2 * n + 1] if several else None, downs[n],
+                )  # fmt: skip
+            return cached(make_loss, parts)(x, gains[-1], self.head, labels)
+
+    def muon(weight: Tensor, gradient: Tensor, momentum: Tensor, second: Tensor, now: Tensor) -> None:
+        """Step. `now`: momentum's decay rate, the rate, what a step decays, and whether evenly, and cautiously."""
+        beta, rate, decay, with_second, cautious = now.unbind()
+        momentum.lerp_(gradient, 1 - beta)
+        direction = gradient.lerp(momentum, beta)
+        tall = weight.shape[1] > weight.shape[2]
+        x = (direction.mT if tall else direction).to(dtype)
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        for _ in range(5):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
+        update = (x.mT if tall else x).float()
+        rows = update.square().mean(2 if weight.shape[1] >= weight.shape[2] else 1, keepdim=True)
+        second.lerp_(rows, 0.1)
+        even = update * second.clamp(min=1e-10).rsqrt()
+        even = even * (update.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
+        update = torch.where(with_second > 0, even, update)
+        mask = ((update * weight >= 0) | (cautious == 0)).float()
+        weight.sub_(rate * update + decay * weight * mask)
+
+    update = compiled(muon)
+
+    class Optimizers:
+        def __init__(self, model: Model, r: Recipe) -> None:
+            self.model, self.r, self.stacks = model, r, [model.square, model.up, model.down]
+            groups = [
+                (model.embedding, r.embedding, r.rest_decay), (model.head, r.head, r.rest_decay),
+                (model.values, r.embedding, r.rest_decay), (model.gates, r.gain, 0.0),
+                (model.share, r.scalar, 0.0), (model.keep, 0.01 * r.scalar, 0.0),
+            ]  # fmt: skip
+            if "plain" not in model.parts:
+                groups += [(model.gains, r.gain, 0.0), (model.heads_gains, r.gain, 0.0)]
+            given = [
+                {"params": [w], "peak": rate, "weight_decay": r.decay * r.lr / rate if decay and r.even else decay}
+                for w, rate, decay in groups if w is not None
+            ]  # fmt: skip
+            self.every = [*self.stacks, *(group["params"][0] for group in given)]
+            self.rest = torch.optim.AdamW(given, lr=0.0, betas=r.betas, eps=r.eps, fused=cuda)
+            self.momentum = [torch.zeros_like(w) for w in self.stacks]
+            self.second = [torch.zeros_like(w[:, :, :1] if w.shape[1] >= w.shape[2] else w[:, :1]) for w in self.stacks]
+            counted = sum(w.numel() for w in (*self.stacks, model.head))
+            self.decay = 0.28 * MORE * 110e6 / counted if math.isnan(r.decay) else r.decay
+
+        @torch.no_grad()
+        def step(self, passed: float, after: float) -> None:
+            """Step. `passed` is the share of the run before the step, `after` behind it."""
+            r = self.r
+            falling = max(0.0, (passed - (1 - r.line)) / r.line)
+            rate = min(after / r.warmup, 1 - falling * (1 - r.end))
+            beta = r.momentum[0]
+            if len(r.momentum) > 1:
+                low, high, last, rising = r.momentum
+                beta = low + (high - low) * passed / rising if passed < rising else high + (last - high) * falling
+            decay = self.decay * ((1 + math.cos(math.pi * passed)) / 2 if r.fading else 1.0)
+            if r.clip:
+                torch.nn.utils.clip_grad_norm_(self.every, r.clip)
+            values = []
+            for w in self.stacks:
+                rows, columns = w.shape[1:]
+                factor = max(1.0, rows / columns) ** 0.5 if r.spectral else 0.2 * max(rows, columns) ** 0.5
+                taken = rate * r.lr * decay * (factor if r.spectral else 1.0)
+                values.append([beta, rate * r.lr * factor, taken, float(r.second), float(r.cautious)])
+            now = torch.tensor(values, pin_memory=cuda).to(self.stacks[0].device, non_blocking=True)
+            for n, w in enumerate(self.stacks):
+                update(w, w.grad, self.momentum[n], self.second[n], now[n])
+            for group in self.rest.param_groups:
+                group["lr"] = group["peak"] * rate
+            self.rest.step()
+            for w in self.every:
+                w.grad = None
+
+    return {"torch": torch, "Model": Model, "Optimizers": Optimizers, "cuda": cuda}
+
+
+def train(code: dict[str, Any], r: Recipe, steps: int, text: Any, valid: Any, until: float) -> dict[str, Any]:
+    torch, cuda = code["torch"], code["cuda"]
+    born = time.monotonic()
+    model = code["Model"](r.parts, r.seed)
+    optimizers = code["Optimizers"](model, r)
+    count = round(steps * SEQUENCES / PASSES)
+    total, draw = round(steps * r.length) * SEQUENCES, torch.Generator().manual_seed(r.seed)
+    order = torch.cat([torch.randperm(count, generator=draw) for _ in range(math.ceil(total / count))]) * LENGTH
+    order, span = order.to(text.device), torch.arange(LENGTH + 1, device=text.device)
+
+    def rows(source: Any, places: Any) -> tuple[Any, Any]:
+        found = source[places[:, None] + span].long()
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+    def held() -> float:
+        parts = (torch.arange(VALID, device=valid.device) * LENGTH).split(SEQUENCES)
+        return (
+            float(sum(model(*rows(valid, part)).detach() for part in parts))
+            / len(parts)
+            / math.log(2)
+            / BYTES_PER_TOKEN
+        )
+
+    bits, points, taken, seen, recent, began, cut = list[list[float]](), [*POINTS], 0, 0, [], 0.0, False
+    while seen < total:
+        wanted = next(n for share, n in reversed(r.batches) if seen >= share * total)
+        wanted = min(wanted, total - seen)
+        loss = 0.0
+        micro = min(wanted, SEQUENCES)
+        if wanted % micro:
+            break  # What is left of a ramp is less than a micro-batch.
+        for part in order[seen : seen + wanted].split(micro):
+            part_loss = model(*rows(text, part))
+            (part_loss * (micro / wanted)).backward()
+            loss = loss + part_loss.detach() * (micro / wanted)
+        optimizers.step(seen / total, (seen + wanted) / total)
+        seen, taken = seen + wanted, taken + 1
+        if seen > 0.9 * total:
+            recent.append(loss)
+        if taken == 5:
+            float(loss)
+            began, at = time.monotonic(), seen
+        if taken % 20 == 0 and time.time() > until:
+            cut = True
+        if cut or (points and seen >= points[0] * total - 1e-9):
+            bits.append([round(seen / total, 3), round(held(), 5)])
+            while points and seen >= points[0] * total - 1e-9:
+                points.pop(0)
+            if cut or not math.isfinite(bits[-1][1]):
+                break
+    end = time.monotonic()
+    trained = float(sum(recent)) / len(recent) / math.log(2) / BYTES_PER_TOKEN if recent else math.nan
+    return {
+        "steps": taken, "tokens": seen * LENGTH, "bits": bits, "train": round(trained, 5), "cut": cut,
+        "compiled": round(began - born, 1), "seconds": round(end - began, 1),
+        "rate": round((seen - at) * LENGTH / max(end - began, 1e-9)),
+        "memory": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0,
+    }  # fmt: skip
+
+
+def lane(number: int, gpus: int, asked: argparse.Namespace, until: float, pipe: Any) -> None:
+    if gpus:
+        known = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = (known.split(",") if known else [*map(str, range(gpus))])[number % gpus]
+    code = lane_code()
+    torch = code["torch"]
+    import numpy as np
+
+    device = torch.device("cuda" if code["cuda"] else "cpu")
+    text, valid = (
+        torch.from_numpy(np.fromfile(asked.text / f"{name}.bin", np.uint16, count).astype(np.int32)).to(device)
+        for name, count in (("train", round(asked.steps * SEQUENCES / PASSES) * LENGTH + LENGTH + 1), ("valid", -1))
+    )
+    while (job := pipe.recv()) is not None:
+        try:
+            found = train(code, job, asked.steps, text, valid, until)
+        except Exception as error:  # noqa: BLE001  # Another arm may do.
+            found = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
+        pipe.send(found)
+
+
+# ---------------------------------------------------------------- main
+def score(row: dict[str, Any]) -> float:
+    """The end, and a little of the way there: the goal is the best curve from the second minute of eight on."""
+    middle = [b for share, b in row["bits"] if 0.25 < share < 0.95]
+    return row["bits"][-1][1] + 0.1 * sum(middle) / len(middle)
+
+
+def read(row: dict[str, Any]) -> Recipe:
+    """The recipe of a row of a file, where tuples are lists."""
+    r = Recipe(**row)
+    return r._replace(
+        parts=frozenset(r.parts),
+        momentum=(*r.momentum,),
+        betas=(*r.betas,),
+        batches=tuple((a, b) for a, b in r.batches),
+    )
+
+
+class Board:
+    """What has run, what runs, and what comes next."""
+
+    def __init__(self, after: Path | None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.given: set[Recipe] = set()
+        self.first, self.middle, self.last = [*FIRST], [*MIDDLE], [*LAST]
+        self.best: tuple[Recipe, dict[str, Any] | None] = (OURS, None)
+        if after:
+            self.first, self.middle, self.last = [], [*AFTER], []
+            for row in map(json.loads, after.read_text().splitlines()):
+                r = read(row["recipe"])
+                self.take(row["kind"], r, {**row, "recipe": r._asdict()})
+
+    def take(self, kind: str, r: Recipe, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if kind != "climb" or r.seed or row["cut"] or not math.isfinite(row["bits"][-1][1]):
+            return
+        known, end = self.best[1], row["bits"][-1][1]
+        if known is None or (score(row) < score(known) - 0.0005 and end < known["bits"][-1][1] + 0.001):
+            self.best = (r, row)
+
+    def whole(self, r: Recipe) -> dict[str, Any] | None:
+        """Return the row of a recipe that ran to its end, if there is one."""
+        return next((row for row in self.rows if not row["cut"] and row["recipe"] == r._asdict()), None)
+
+    def next(self, closing: bool) -> tuple[str, str, Recipe, Recipe | None] | None:
+        if self.first:
+            name, r = self.first.pop(0)
+            self.given.add(r)
+            kind = "climb" if r == OURS or name.startswith("ours, ") else "fixed"
+            return name, kind, r, (OURS if kind == "climb" else None)
+        queues = (self.last, self.middle) if closing else (self.middle, self.last)
+        for queue in queues:
+            while queue:
+                kind, name, change = queue.pop(0)
+                best = self.best[0]
+                if change is None:
+                    gained = [row for row in self.rows if row["kind"] == kind and row.get("less", 0) < -0.001]
+                    gained = [row for row in gained if kind == "alone" or "parts" not in row["change"]]
+                    if not gained:
+                        continue
+                    r = best
+                    for row in gained if kind == "feature" else [min(gained, key=lambda row: row["less"])]:
+                        r = r._replace(**row["change"])
+                    r = r._replace(seed=int(kind == "alone"))
+                elif kind == "fixed":
+                    r = change(best)
+                else:
+                    r = best._replace(**change(best))
+                if r not in self.given:
+                    self.given.add(r)
+                    return name, kind, r, (None if kind == "fixed" and name.startswith(("ours", "speed")) else best)
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("text", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=450.0)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--lanes", type=int, default=2, help="on each GPU")
+    parser.add_argument("--gpus", type=int, default=2, help="0: the CPU")
+    parser.add_argument("--after", type=Path, help="rows of an earlier call")
+    asked = parser.parse_args()
+    born, stop = time.time(), time.time() + asked.seconds
+    asked.out.mkdir(parents=True, exist_ok=True)
+    need = 2 * (round(asked.steps * SEQUENCES / PASSES) * LENGTH + LENGTH + 1)
+    assert (asked.text / "train.bin").stat().st_size >= need, f"{asked.text}/train.bin: {need} bytes are needed"
+    spawn, board = multiprocessing.get_context("spawn"), Board(asked.after)
+    running, took = dict[Any, Any](), list[float]()
+    lanes = []
+    for n in range(max(1, asked.gpus) * asked.lanes):
+        pipe, end = spawn.Pipe()
+        process = spawn.Process(target=lane, args=(n, asked.gpus, asked, stop - 6, end), daemon=True)
+        process.start()
+        end.close()
+        lanes.append(process)
+        if (job := board.next(False)) is not None:
+            pipe.send(job[2])
+            running[pipe] = (*job, time.time())
+    while running and time.time() < stop:
+        for pipe in wait(list(running), timeout=1.0):
+            name, kind, r, base, since = running.pop(pipe)
+            changed = {k: v for k, v in r._asdict().items() if base is not None and v != getattr(base, k)}
+            row = {"arm": name, "kind": kind, "seed": r.seed, "change": changed, "recipe": r._asdict()}
+            try:
+                row |= pipe.recv()
+            except EOFError:
+                print(f"{name}: its process died", flush=True)
+                continue
+            row["at"] = round(time.time() - born, 1)
+            if "error" not in row:
+                parent = None if base is None or row["cut"] else board.whole(base)
+                if parent is not None:
+                    row["less"] = round(row["bits"][-1][1] - parent["bits"][-1][1], 5)
+                    row["less_score"] = round(score(row) - score(parent), 5)
+                board.take(kind, r, row)
+                took.append(time.time() - since)
+            line = json.dumps(row, default=sorted)
+            print(line, flush=True)
+            with (asked.out / "rows.jsonl").open("a") as file:
+                file.write(line + "\n")
+            # The first arms after an earlier call differ in their time, so the next may be as quick as the quickest.
+            lasts = (min if asked.after else max)(took[-4:], default=60.0)
+            left = stop - 6 - time.time()
+            job = board.next(left < 2.0 * lasts) if left > 0.97 * lasts else None
+            pipe.send(job and job[2])
+            if job is not None:
+                running[pipe] = (*job, time.time())
+    for process in lanes:
+        process.terminate()
+
+
+if __name__ == "__main__":
+    main()
