@@ -82,10 +82,7 @@ def examine(
 
     Args:
         model: shapes to try; None: EXAMPLE.
-        parallel: layout to try.
-        run_dir: folder whose disk is checked.
         interface: network interface for the ranks' traffic, if one is configured.
-        disk_mib: MiB to write to the disk.
 
     Returns:
         The checks of all ranks on rank 0, and the own checks on other ranks.

@@ -121,8 +121,6 @@ class Ledger:
 
         Args:
             order: the fingerprint of the order of samples.
-            step: the number of steps in the training state.
-            sequences: the number of samples in the training state.
             where: the folder of the checkpoint, for messages.
             seq_length: the length of a sequence of the part that wrote it, where the run has parts.
         """
@@ -203,8 +201,6 @@ def left_out(
     """Build the error for a step that may be neither applied nor left out. The message lists the ways to continue.
 
     Args:
-        state: the state before the step.
-        samples: the number of samples in the step.
         text: the description of what is wrong with the step.
         attention: the settings, with the backend that runs, and so is `linear`.
         drop: the training.drop_steps that would pass over the step.

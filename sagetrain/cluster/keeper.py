@@ -69,10 +69,7 @@ def keep(restarts: int, minutes: float, run_dir: Path, say: Callable[[str], None
     ConfigError if this system has no keepers, or the store cannot be reached.
 
     Args:
-        restarts: the value of training.restarts.
         minutes: the time that keepers wait for the first one.
-        run_dir: the run folder.
-        say: prints a line for people.
     """
     if lifeline():
         return
@@ -163,11 +160,7 @@ class Keeper:
     """The keeper of one rank.
 
     Args:
-        restarts: the value of training.restarts.
-        store: the store of all keepers.
         forks: whether ranks are forks of this process. Otherwise each is a new interpreter, which imports again.
-        run_dir: the run folder.
-        say: prints a line for people.
     """
 
     def __init__(self, restarts: int, store: Store, forks: bool, run_dir: Path, say: Callable[[str], None]) -> None:

@@ -123,9 +123,6 @@ class Engine(Passes):
 
         Args:
             batches: this rank's micro-batches.
-            micro_batches: the number of micro-batches on this rank.
-            lr: the learning rate of the update.
-            observers: the observers of this step.
             counted: the number of tokens in all ranks' batches that count in the loss. The loss is their mean. None:
                 all tokens count. If no token counts, loss and gradient are 0.
             stop: returns whether this rank was asked to stop. It is called at the end of the step, and all ranks learn

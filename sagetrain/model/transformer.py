@@ -74,7 +74,6 @@ class Transformer(nn.Module):
     stage has a copy of the embedding, which its head reads.
 
     Args:
-        model: the shape of the model.
         attention: the section that says where q and k are normalized.
         functions: the attention function of each layer (selection.attention_functions).
         matmuls: the Matmul of linear layers, keyed by name for each block and for the end (selection.matmuls_of). A
@@ -88,7 +87,6 @@ class Transformer(nn.Module):
             "selective" recomputes all of every block but matmuls and attention, "attention" all but attention.
         seed: the seed of the initial weights (initialization.py). None: parameters stay on the meta device, for the
             caller to replace.
-        dtype: the dtype of parameters and residual stream.
         partition: called with every parameter as soon as it has its values, before the next one takes memory. Engines
             keep a part of it (engines/build_engine.partitioner).
         loss: a user's loss in the place of the cross-entropy, or None.
