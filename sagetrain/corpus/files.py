@@ -1,4 +1,8 @@
-"""Readers of files: JSON lines, JSON arrays, tables, plain text. Each yields chunks of consecutive records."""
+"""Readers of files: JSON lines, JSON arrays, tables, plain text. Each yields chunks of consecutive records.
+
+The libraries datasets and pyarrow read such files, too, but they change texts without a word: "2020-01-02" becomes a
+date, and the cell "x"y of a table becomes xy. A wrong line has no number there, and a cell may have a megabyte at most.
+"""
 
 from __future__ import annotations
 
