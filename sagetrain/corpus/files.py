@@ -168,8 +168,8 @@ def _lines(file: Iterable[bytes], at: int) -> Iterator[_Read]:
 
 
 def is_array(head: bytes) -> bool:
-    """Whether JSON with this beginning is an array."""
-    return head.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+    """Whether JSON with this beginning is an array of objects or texts. "[INFO]" begins a line of a log."""
+    return re.match(rb"\s*\[(?!\s*\w)", head.removeprefix(BOM_UTF8)) is not None
 
 
 def _is_cut(text: str, error: ValueError | RecursionError) -> bool:
@@ -228,7 +228,8 @@ def _elements(name: str, file: BinaryIO) -> Iterator[_Read]:
         at += 1
         following()
     if following():
-        raise error("text follows the end of the array")
+        fix = "jq -c '{messages: .}' FILE"
+        raise error(f"text follows the end of the array (a list on each line? write each as an object: {fix})")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

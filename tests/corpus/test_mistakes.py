@@ -44,6 +44,7 @@ BAD_FILES = {
     "syntax.jsonl": (lines(GOOD, GOOD, b'{"text": "x"'), "line 3: not valid JSON: "),
     "pretty.json": (b'{\n"text": "x"}', r"line 1: not valid JSON.*one object over several lines.*jq -c"),
     "list.jsonl": (lines(b'["x"]'), "element 1: holds str, not a JSON object"),
+    "log.jsonl": (lines(b"[INFO] begun", GOOD), "line 1: not valid JSON"),
     "later.jsonl": (lines(GOOD, b'["x"]'), "line 2: holds list, not a JSON object$"),
     "twice.csv": (b"text,n,text\na,1,b\n", "2 columns have the name 'text', .* rename all but one"),
     "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
