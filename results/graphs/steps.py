@@ -34,6 +34,7 @@ SHAPES = {
     # The columns are: hidden size, layers, size of the MLP, heads, key and value heads, tied embeddings.
     "325m": (1024, 20, 3072, 16, 16, True),
     "1b": (2048, 20, 5632, 16, 4, False),
+    "hybrid": (1024, 20, 3072, 16, 16, True),  # 325m with a gated delta net in three of four layers.
     "tiny": (64, 4, 128, 2, 2, True),
 }
 ATTENTION = {"sdpa": {"backend": "sdpa"}, "scores": {"backend": "sage", "recipe": "scores"}}
@@ -65,6 +66,7 @@ def timed(row: str, graphs: str, device: torch.device) -> list[str]:
         model={
             "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "vocab_size": VOCAB, "tie_embeddings": tied,
+            "delta_net": {"key_heads": 4, "value_heads": 8} if shape == "hybrid" else None,
         },
         linear={"precision": linear},
         attention=ATTENTION[attention],

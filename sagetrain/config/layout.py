@@ -191,7 +191,6 @@ def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
 def _not_recorded(cfg: RunConfig, lone: bool) -> Refusal | None:
     parallel, stage = cfg.parallel, cfg.parallel.zero_stage
     stages, ranks = parallel.pipeline_parallel_size, parallel.expert_parallel_size
-    untried, delta = cfg.training.cuda_graphs == "auto", cfg.model.delta_net and cfg.model.delta_net.pattern
     every = (
         (_engine(cfg) == "deepspeed", "parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step",
          "use fsdp"),
@@ -206,8 +205,6 @@ def _not_recorded(cfg: RunConfig, lone: bool) -> Refusal | None:
          "use false"),
         (stage > 1 and stages > 1, "parallel.pipeline_parallel_size", stages,
          f"hooks of FSDP2 run in every pass at zero_stage {stage}", "use 1, or zero_stage 1"),
-        (untried and delta, "model.delta_net.pattern", delta,
-         "auto does not choose yet, and cuda_graphs: on records micro-steps", "use model.delta_net: null"),
         (lone, "parallel.zero_stage", stage,
          "a single replica has its weights once, and recordings need them in 16 bits too", "use 0 to 2"),
     )  # fmt: skip

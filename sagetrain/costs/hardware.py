@@ -116,6 +116,8 @@ class Hardware:
     half."""
     low_bit_launch_seconds: dict[str, float]
     """Host time that casts and products in 8 bits add to part_launch_seconds, by linear.precision."""
+    delta_launch_seconds: float
+    """Host time that a gated delta net adds to that of its block."""
     low_bit_rank_seconds: float
     """Host time that each rank of tensor parallelism beyond the second adds to a block in 8 bits."""
     hooks_block_seconds: float
@@ -251,6 +253,9 @@ H200 = Hardware(
     # In INT8, 1B with micro-batches of one sequence of 4,096 tokens takes 118 ms a micro-step on one H100, 2026-11-27
     # (results/small-card): 5.9 ms per block, of which 16-bit layers take 4.0.
     low_bit_launch_seconds={"fp8": 2.9e-3, "int8": 1.9e-3},
+    # 305M with 15 of them takes 196 and 211 ms a step in bf16 and 283 in INT8, where the GPU works for 116 and 108
+    # (2026-11-30, results/log/step.md).
+    delta_launch_seconds=12.5e-3,
     # With 8B in FP8 at TP 4 whole, 32 micro-steps, on two hosts of four H100s, 2026-11-27, a block's micro-step takes
     # 9.9 ms by DeepSpeed (24,936 tokens/s) and 8.4 by FSDP2 (29,127): 1.0 and 2.3 ms more than at TP 2. What it is made
     # of was not measured. Ranks wait for the slowest host in each collective.

@@ -269,6 +269,9 @@ class _Step:
         precision = "fp8" if self.rank.tensor > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
         casts = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
+        for count, operations in self.blocks:
+            rules = [part for part in of_kind(AttentionCost, operations) if part.backends == (DELTA_RULE,)]
+            casts += count * len(rules) * hardware.delta_launch_seconds
         launched = 0 if self.layout.recorded else self.accumulation
         hooks = launched * hardware.hooks_block_seconds if self.layout.hooks == "never" else 0.0
         replays = (self.accumulation - launched) * _REPLAY_SECONDS

@@ -259,6 +259,16 @@ def test_int8_in_one_process_on_an_h200_is_met(model, milliseconds, monkeypatch)
     assert found["int8"] < found["fp8"]
 
 
+def short_micro_steps(size, length, linear, micros, *more):
+    """Return the predicted tokens/s of so many micro-batches of one sequence a step on one H200."""
+    backend = "sdpa" if linear == "bf16" else "sage"
+    cfg = load_config(CONFIGS / f"{size}.yaml", [
+        "model.vocab_size=32000", "data.micro_batch_size=1", f"data.seq_length={length}", *WHOLE_SEQUENCES, *more,
+        f"attention={{backend: {backend}, recipe: scores}}", f"linear.precision={linear}", EVEN % (micros * length),
+    ])  # fmt: skip
+    return predict(cfg, 1, VOCAB, H200).tokens_per_second
+
+
 @pytest.mark.parametrize(("size", "length", "linear", "tokens_per_second"), [
     ("325m", 1024, "bf16", 100_208),
     ("325m", 1024, "fp8", 95_323),
@@ -266,15 +276,20 @@ def test_int8_in_one_process_on_an_h200_is_met(model, milliseconds, monkeypatch)
     ("1b", 4096, "bf16", 68_865),
     ("1b", 4096, "int8", 91_507),
 ])  # fmt: skip
-def test_replayed_micro_steps_are_met(size, length, linear, tokens_per_second, monkeypatch):
+def test_replayed_micro_steps_are_met(size, length, linear, tokens_per_second, today):
     """The runs are those of results/graphs, 2026-11-29, of 32 micro-batches of one sequence."""
-    monkeypatch.undo()
-    backend = "sdpa" if linear == "bf16" else "sage"
-    cfg = load_config(CONFIGS / f"{size}.yaml", [
-        "model.vocab_size=32000", "data.micro_batch_size=1", f"data.seq_length={length}", *WHOLE_SEQUENCES,
-        f"attention={{backend: {backend}, recipe: scores}}", f"linear.precision={linear}", EVEN % (32 * length),
-    ])  # fmt: skip
-    assert predict(cfg, 1, VOCAB, H200).tokens_per_second == pytest.approx(tokens_per_second, rel=0.07)
+    assert short_micro_steps(size, length, linear, 32) == pytest.approx(tokens_per_second, rel=0.07)
+
+
+@pytest.mark.parametrize(("linear", "delta_net", "replayed", "by_the_host"), [
+    ("int8", "{key_heads: 4, value_heads: 8}", 138_830, 57_909), ("int8", "null", 123_061, 113_808),
+    ("bf16", "{key_heads: 4, value_heads: 8}", 126_594, 77_752),
+])  # fmt: skip
+def test_gated_delta_nets_are_met(linear, delta_net, replayed, by_the_host, today):
+    """The runs are those of results/log/step.md, 2026-11-30. `cuda_graphs: auto` replays their micro-steps."""
+    settings = "325m", 16_384, linear, 1, f"model.delta_net={delta_net}"
+    assert short_micro_steps(*settings) == pytest.approx(replayed, rel=0.07)
+    assert short_micro_steps(*settings, "training.cuda_graphs=off") == pytest.approx(by_the_host, rel=0.1)
 
 
 @pytest.mark.parametrize(("overlap", "tokens_per_second"), [("on", 33_130), ("off", 53_510), ("auto", 53_510)])
