@@ -57,17 +57,21 @@ class Pool:
             try:
                 function()
             except BaseException:
-                self._failed.append(graph)
                 with contextlib.suppress(RuntimeError):  # The first error says more.
-                    graph.capture_end()
+                    self._end(graph)
+                    # The error's traceback keeps it, and NCCL ends no group that it uses.
+                    graph.reset()
                 raise
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                self._failed.append(graph)
-                raise
+            self._end(graph)
         self._graphs.add(graph)
         return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._failed.append(graph)
+            raise
 
     def record_aside(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record what a function launches, on another stream than the current one, which may be the default stream."""

@@ -6,6 +6,7 @@ left, and `take` the sums for the update.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -135,8 +136,10 @@ class LeafSums(ShardedSums):
         self._awaited: dict[int, set[str]] = {}
         self._early: set[int] = set()
         """The units that were reduced before the last pass of this step."""
+        # The garbage collector does not see these hooks, which would keep sums and weights for good.
+        own = weakref.proxy(self)
         for name, leaf in leaves.items():
-            leaf.register_post_accumulate_grad_hook(partial(self._add, name))
+            leaf.register_post_accumulate_grad_hook(partial(LeafSums._add, own, name))
 
     @property
     def reduces(self) -> bool:

@@ -21,21 +21,24 @@ def train_parts(trainer_of: Callable[[StopSignal | None], Trainer]) -> tuple[Tra
         trainer_of: builds the part that is next by the checkpoints. It gets the signals that the part before has
             listened to, so that none is lost between them.
     """
-    trainer = trainer_of(None)
-    finished = trainer.train()
-    while trainer.goes_on:
+    stop = None
+    while True:
+        trainer = trainer_of(stop)
+        try:
+            finished = trainer.train()
+        finally:
+            # NCCL ends no group of processes while a recording may use it, and an error's traceback keeps the engine.
+            forget_recordings()
+        if not trainer.goes_on:
+            return trainer, finished
         stop = trainer.run.met.stop
         del trainer
         _forget()
-        trainer = trainer_of(stop)
-        finished = trainer.train()
-    return trainer, finished
 
 
 def _forget() -> None:
     """Drop what the part before has left in this process, so that the next one computes the bits that it would compute
     in a process of its own, and has all of the GPU's memory."""
-    forget_recordings()
     copies.forget()
     # Sizes that differ from those of an earlier graph would lead to graphs for any size, with other kernels.
     if "torch._dynamo" in sys.modules:
