@@ -42,8 +42,8 @@ class GroupedMatmul:
         keeps nothing."""
         return ()
 
-    def check(self, weight: Tensor, rows: Rows) -> None:
-        """Raise ValueError where sizes are none that this class multiplies."""
+    def check(self, weight: Tensor, tokens: int) -> None:
+        """Raise ValueError where sizes are none that this class multiplies. tokens: the rows that an expert may have."""
 
     @property
     def measured(self) -> bool:
@@ -104,18 +104,18 @@ class GroupedLowBit(GroupedMatmul):
         x."""
         return weight_casts(weight, self.number)
 
-    def check(self, weight: Tensor, rows: Rows) -> None:
+    def check(self, weight: Tensor, tokens: int) -> None:
         """Raise ValueError where a product sums over no multiple of 16, or over more than int32 holds."""
         _, outputs, inputs = weight.shape
         if outputs % MULTIPLE or inputs % MULTIPLE:
             raise ValueError(
                 f"grouped_matmul in 8 bits takes sizes that are multiples of {MULTIPLE}, got {inputs} to {outputs}"
             )
-        most = max(outputs, inputs, len(rows.slot))
+        most = max(outputs, inputs, tokens)
         if self.number == INT8 and most > PIECE:
             raise ValueError(
                 f"grouped_matmul in INT8 sums at most {PIECE:,} products, got {inputs} to {outputs} features and "
-                f"{len(rows.slot):,} tokens; use smaller micro-batches"
+                f"{tokens:,} tokens; use smaller micro-batches"
             )
 
     @property
@@ -168,6 +168,7 @@ def grouped_matmul(
     *,
     gathers: bool = False,
     combines: bool = False,
+    tokens: int | None = None,
 ) -> Tensor:
     """Return each row times the weight of its expert, transposed: [R, K] -> [R, N]. Empty rows are zeros.
 
@@ -181,6 +182,8 @@ def grouped_matmul(
         kept: the tensors that matmul.keep([E, N, K]) returned for the present weight, if it was called.
         gathers: gather the rows of tokens on the way. The rows are then not kept for the backward pass.
         combines: return the sum of each token's rows, [T, N], as `combine` does.
+        tokens: the number of tokens, each of which chooses an expert once (default: T). Rows that came from other ranks
+            may be those of fewer tokens than T.
 
     Raises:
         TypeError: dtypes differ, or are none of these.
@@ -188,7 +191,7 @@ def grouped_matmul(
         NotImplementedError: a second derivative, or a transform of torch.func.
     """
     x, largest = x if isinstance(x, Measured) else (x, None)
-    (y,) = _node(x, largest, weight, (), "", rows, matmul, kept, gathers, combines)
+    (y,) = _node(x, largest, weight, (), "", rows, matmul, kept, gathers, combines, tokens)
     return y
 
 
@@ -203,6 +206,7 @@ def grouped_gated(
     gathers: bool = False,
     activation: str = "swiglu",
     bias: Tensor | None = None,
+    tokens: int | None = None,
 ) -> Tensor | Measured:
     """Return silu(gate) * up times the router's weight, of gate and up as halves of one product: [R, K] -> [R, N / 2].
     Arguments that are not named here are those of `grouped_matmul`, and errors are as there and in `weighted_swiglu`.
@@ -218,10 +222,10 @@ def grouped_gated(
         in one node of autograd. That node's own gradients leave theirs for its casts.
     """
     if matmul is None or not (matmul.measured and torch.is_grad_enabled()):
-        y = grouped_matmul(x, weight, rows, matmul, kept, gathers=gathers)
+        y = grouped_matmul(x, weight, rows, matmul, kept, gathers=gathers, tokens=tokens)
         return weighted_swiglu(y, weights, rows, activation, bias)
     gate = (weights,) if bias is None else (weights, bias)
-    return Measured(*_node(x, None, weight, gate, activation, rows, matmul, kept, gathers, combines=False))
+    return Measured(*_node(x, None, weight, gate, activation, rows, matmul, kept, gathers, False, tokens))
 
 
 def _node(
@@ -235,6 +239,7 @@ def _node(
     kept: Sequence[Tensor],
     gathers: bool,
     combines: bool,
+    tokens: int | None,
 ) -> tuple[Tensor, ...]:
     """Check the arguments and call autograd's node. gate: weights, and perhaps the bias, of the activation behind the
     product, if there is one."""
@@ -248,7 +253,7 @@ def _node(
     if x.dim() != 2 or x.shape != (length, weight.shape[-1]):
         raise ValueError(f"grouped_matmul takes x [{length}, {weight.shape[-1]}], got shape {tuple(x.shape)}")
     whole = _weights_of(weight, experts)
-    matmul.check(whole, rows)
+    matmul.check(whole, len(rows.slot) if tokens is None else tokens)
     if gate:
         check_swiglu((len(rows.choice), whole.shape[1]), x.dtype, gate[0], rows, *gate[1:])
     known = () if largest is None or not matmul.measured else (largest,)

@@ -194,10 +194,10 @@ def _not_recorded(cfg: RunConfig, lone: bool) -> Refusal | None:
     every = (
         (_engine(cfg) == "deepspeed", "parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step",
          "use fsdp"),
-        (ranks > 1, "parallel.expert_parallel_size", ranks,
-         "replays of exchanges between experts failed their test on two GPUs", "use 1"),
         (stage > 1 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
          f"copies of shards would be reduced in every micro-step at zero_stage {stage}", "use null, or zero_stage 1"),
+        (stage > 1 and ranks > 1, "parallel.expert_parallel_size", ranks,
+         f"copies of experts would be reduced in every micro-step at zero_stage {stage}", "use 1, or zero_stage 1"),
         (stage > 2 and cfg.model.experts is not None, "parallel.zero_stage", stage,
          "hooks gather the experts of a block in every micro-step", "use 0 to 2"),
         (parallel.offload != "none", "parallel.offload", parallel.offload, "gradients leave the GPU", "use none"),

@@ -29,8 +29,9 @@ from sagetrain.parallel.collectives import (
 )
 from sagetrain.parallel.topology import ParallelGroups
 
-_Run = Callable[[Tensor, Tensor, Rows], Tensor]
-"""The experts of a rank: tokens, factors of their choices and rows -> the sum of each token's experts."""
+_Run = Callable[..., Tensor]
+"""The experts of a rank: tokens, factors of their choices, rows, and perhaps the number of tokens that these are rows of
+-> the sum of each token's experts."""
 
 
 def parts_in(room: int, ranks: int, top: int, own: int) -> int:
@@ -101,7 +102,7 @@ def _exchanged(
     factors = sent(weights.reshape(-1, 1), plan._replace(slot=plan.slot.view(-1, 1)))
     numbers = (choices % own).flatten()[plan.choice.clamp(min=0)].masked_fill(plan.choice < 0, -1)
     numbers = exchanged(numbers.view(ranks, -1), group).view(-1, 1)
-    y = run(sent(x, plan), factors, plan_rows(numbers, own))
+    y = run(sent(x, plan), factors, plan_rows(numbers, own), ranks * tokens)
     y = exchange(y.unflatten(0, (ranks, -1)), group).flatten(0, 1)
     return _Empty.apply(y, plan.choice, plan.slot), plan.lacking  # type: ignore[no-untyped-call]
 

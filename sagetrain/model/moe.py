@@ -167,12 +167,13 @@ class Experts(LinearLayer[GroupedMatmul]):
         every = (weight.detach().view(self.number, -1, weight.shape[-1]) for weight in self.weights)
         self.kept = tuple(tensor for weight in every for tensor in self.matmul.keep(weight))
 
-    def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
-        """Return the sum of each token's experts times their weights [T, per token]: [T, hidden] -> [T, hidden]."""
+    def forward(self, x: Tensor, weights: Tensor, rows: Rows, tokens: int | None = None) -> Tensor:
+        """Return the sum of each token's experts times their weights [T, per token]: [T, hidden] -> [T, hidden]. tokens:
+        as in grouped_matmul."""
         half = len(self.kept) // 2
-        how: dict[str, Any] = {"gathers": True, "activation": self.activation, "bias": self.gate_up_bias}
+        how: dict[str, Any] = {"gathers": True, "activation": self.activation, "bias": self.gate_up_bias, "tokens": tokens}
         inner = grouped_gated(x, self.gate_up, weights, rows, self.matmul, self.kept[:half], **how)
-        y = grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True)
+        y = grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True, tokens=tokens)
         return y if self.down_bias is None else y + combined_bias(self.down_bias, weights, rows)
 
 

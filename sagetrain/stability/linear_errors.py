@@ -137,9 +137,9 @@ class ObservedExperts(GroupedMatmul):
     tag: str
     layer: Experts
 
-    def check(self, weight: Tensor, rows: Rows) -> None:
+    def check(self, weight: Tensor, tokens: int) -> None:
         """Raise ValueError where sizes are none that the low-bit one multiplies."""
-        self.low.check(weight, rows)
+        self.low.check(weight, tokens)
 
     def read(
         self, x: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None

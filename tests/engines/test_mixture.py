@@ -12,6 +12,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagekernels import grouped_matmul
 from sagekernels.grouped import Rows, plan_rows
 from sagetrain.config import RunConfig
 from sagetrain.config.layout import Layout
@@ -155,8 +156,7 @@ def take(
         specs = [spec for spec in engine.model.every_spec.values() if measured(spec)]
         noise = GradientNoise(engine.leaves(), specs, engine.groups, engine.device) if step % 2 else None
         observers = Observers(noise=noise, layer_norms=step % 2 == 1)
-        while (result := engine.step(own, len(own), 0.05, observers, counted)).room:
-            pass  # It is taken again, because rows had no room.
+        result = tiny.taken(engine, own, 0.05, observers, counted)
         numbers = {**result.metrics, **{f"layer {layer}": norm for layer, norm in result.layer_norms.items()}}
         found.append({"loss": result.loss, "norm": result.grad_norm, **numbers})
     return found
@@ -262,7 +262,9 @@ def in_four(root: str) -> dict[str, Any]:
         groups[sizes] = groups.get(sizes) or tiny.join(*sizes)
     found = {"trained": {name: trained(name, groups[CASES[name][0]]) for name in CASES}}
     found["first"] = {name: first_step(name, groups[CASES[name][0]]) for name in IN_8_BITS}
-    found["room"] = {size: lacking_room(groups[1, 1, 1, size]) for size in (2, 4)}
+    for size in (2, 4):
+        with patch.object(grouped_matmul, "PIECE", size * tiny.SEQ):
+            found.setdefault("room", {})[size] = lacking_room(groups[1, 1, 1, size])
     return found | {dtype: saved_and_continued(f"{root}/{dtype}", dtype, groups) for dtype in HOW}
 
 
@@ -348,11 +350,12 @@ HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 def lacking_room(groups: ParallelGroups) -> dict[float, Any]:
     """Return the numbers of a step that is refused for lack of room and taken again, and those of a step with room for
-    all rows, with the state behind both."""
+    all rows, with the state behind both. INT8 adds up no more than the tokens of all ranks, whatever the room is."""
     found, (own, counted) = {}, batches(groups, 0)
     for room in (1.0, groups.ep_size):
         most: list[int] = []
-        engine = tiny.engine(config(1, {"expert_parallel_size": groups.ep_size, "expert_room": room}), groups)
+        parallel = {"expert_parallel_size": groups.ep_size, "expert_room": room}
+        engine = tiny.engine(config(1, parallel, linear={"precision": "int8"}), groups)
         before, refused = tiny.state_of(engine), 0
         while (result := engine.step(own, len(own), 0.05, counted=counted)).room:
             refused += 1

@@ -194,12 +194,10 @@ def test_all_stages_know_of_a_loss_of_ones_own() -> None:
 @pytest.mark.parametrize(("key", "value", "why", "fix"), [
     ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
     ("offload", "optimizer", "gradients leave the GPU", "use none"),
-    ("expert_parallel_size", 2, "replays of exchanges between experts failed their test on two GPUs", "use 1"),
 ])  # fmt: skip
 def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: str, fix: str) -> None:
-    model = {"experts": EXPERTS} if "expert" in key else {}
-    cfg = tiny.config(1, "bf16", model=model, parallel={key: value}, training={"cuda_graphs": "on"})
-    layout = Layout.of(cfg, 2)
+    cfg = tiny.config(1, "bf16", parallel={key: value}, training={"cuda_graphs": "on"})
+    layout = Layout.of(cfg)
     (finding,) = (found for found in findings(cfg, layout) if found.key == "training.cuda_graphs")
     assert finding.message == f"micro-steps cannot be CUDA graphs: parallel.{key} is {value}, where {why}"
     assert finding.fix == f"{fix}, or set cuda_graphs: auto"
@@ -217,13 +215,15 @@ def test_layouts_that_auto_records() -> None:
                 layout = Layout.of(cfg, ranks)
                 assert (layout.recorded, layout.hooks == "never") == (recorded, recorded)
                 assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))
-            for sections in ({"parallel": {"shard_size": 1}}, *[{"model": {"experts": EXPERTS}}] * (stage > 2)):
+            among = {"model": {"experts": EXPERTS}, "parallel": {"expert_parallel_size": 2}}
+            for sections in ({"parallel": {"shard_size": 1}}, among, *[{"model": {"experts": EXPERTS}}] * (stage > 2)):
                 kept = Layout.of(tiny.config(stage, "bf16", training=training, **sections), 2)
                 assert not kept.recorded and kept.hooks == "every micro-step"
-        cfg = tiny.config(1, "bf16", training=training, model={"experts": EXPERTS})
-        layout = Layout.of(cfg, 2)
-        assert (layout.recorded, layout.hooks) == (True, "never")
-        assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))
+        for parallel in ({}, {"expert_parallel_size": 2}):
+            cfg = tiny.config(1, "bf16", training=training, model={"experts": EXPERTS}, parallel=parallel)
+            layout = Layout.of(cfg, 2)
+            assert (layout.recorded, layout.hooks) == (True, "never"), parallel
+            assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))
         for parallel in ({"context_parallel_size": 4}, {"pipeline_parallel_size": 2}):
             layout = Layout.of(tiny.config(1, "bf16", parallel=parallel, training=training))
             assert layout.recorded and layout.not_recorded is None

@@ -74,6 +74,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mask", {"model": {"experts": EXPERTS}, "linear": {"precision": "int8"}}),
     "gated delta nets": ("documents", {"model": {"delta_net": DELTA}, "linear": {"precision": "int8"}}),
 }
+# Biases move slowly, so that rows have room until they are told to need more.
+SLOW = EXPERTS | {"balance": {"z_weight": 0.01, "bias_rate": 0.001}}
+CASES["experts, slow"] = "mask", {"model": {"experts": SLOW}, "linear": {"precision": "int8"}}
 
 ONE_HEAD = {"num_attention_heads": 1}
 GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,20 +90,20 @@ CASES["uneven, selective"] = "mask", {"model": UNEVEN, "training": {"activation_
 
 
 def run_cases(
-    stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1, by_copies: bool = False
+    stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1, by_copies: bool = False, ep: int = 1
 ) -> dict[str, Any]:
-    """Take three steps by the host, and by replays. Return what differs, and how many recordings and replays there
-    were.
+    """Take three steps by the host, and by replays. Where ranks have experts between them, take three more, in the
+    first of which their rows need more room. Return what differs, and how many recordings and replays there were.
 
     Args:
         by_copies: ranks copy from and to each other's memory.
     """
     backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
-    groups, found = tiny.join(tp, cp, gather=gather), {}
+    groups, found = tiny.join(tp, cp, ep_size=ep, gather=gather), {}
     if by_copies:
         copy_between(groups.replica_group)
     halves = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on"}
-    halves |= {"context_parallel_size": cp}
+    halves |= {"context_parallel_size": cp, "expert_parallel_size": ep, "expert_room": 1.8}
     for name in names:
         (kind, sections), counted = CASES[name], Counted()
         if stage == 3:  # Two blocks at a time are whole.
@@ -108,6 +111,8 @@ def run_cases(
         both = []
         for engine in engines(stage, counted, groups, **sections, parallel=halves):
             steps = [step_of(engine, kind, step) for step in range(3)]
+            if ep > 1:
+                steps += [crowded(engine, kind, 3), *(step_of(engine, kind, step) for step in (4, 5))]
             both.append((steps, weights_of(engine)))
         (steps, weights), (others, again) = both
         same = steps == others and torch.equal(weights, again)
@@ -115,10 +120,20 @@ def run_cases(
     return found
 
 
+def crowded(engine: Any, kind: str, step: int) -> tuple[Any, ...]:
+    """Take a step whose tokens choose so few experts that their rows need more room than there was."""
+    before = engine.room.times
+    tiny.crowd(engine, EXPERTS["per_token"])
+    numbers = step_of(engine, kind, step)
+    assert engine.room.times > before
+    tiny.crowd(engine, 0)
+    return numbers
+
+
 def test_replays_take_the_steps_of_the_host_bit_for_bit() -> None:
     """The second step records, as the first one allocates. A single replica replays every micro-step from then on."""
     for stage in (0, 1):  # A single replica has the same memory at both.
-        names = [name for name in CASES if name not in GATHERED][stage::2]
+        names = [name for name in CASES if name not in (*GATHERED, "experts, slow")][stage::2]
         assert run_distributed(run_cases, 1, stage, names)[0] == dict.fromkeys(names, (True, 1, 6))
 
 
@@ -127,6 +142,21 @@ def test_replicas_reduce_in_a_recording_of_the_last_micro_step() -> None:
     for stage, names in ((0, ["INT8 layers"]), (1, ["INT8 layers", "loss mask, tied", "experts"])):
         for found in run_distributed(run_cases, 2, stage, names):
             assert set(found.values()) == {(True, 2, 5)}
+
+
+@pytest.mark.parametrize(("ranks", "tp", "ep", "made"), [
+    (2, 1, 2, (4, 13)),
+    (2, 2, 2, (2, 16)),
+    (4, 2, 2, (4, 13)),
+    (4, 1, 4, (4, 13)),
+])  # fmt: skip
+def test_ranks_that_have_experts_between_them_replay_in_a_room_that_grows(
+    ranks: int, tp: int, ep: int, made: tuple[int, int]
+) -> None:
+    """Recordings of the smaller room replay the step that lacks it, and are never replayed again. Two ranks gather
+    tokens, and four send rows by an all-to-all."""
+    for found in run_distributed(run_cases, ranks, 1, ["experts, slow"], tp, 1, 1, False, ep):
+        assert found == {"experts, slow": (True, *made)}
 
 
 def test_replicas_reduce_in_every_recorded_micro_step_at_zero_2() -> None:
@@ -181,14 +211,16 @@ COUNTS = 5, 5, 7, 2, 3
 
 
 def run_pipelines(
-    names: list[str], stages: int, chunks: int = 1, tp: int = 1, stage: int = 1
+    names: list[str], stages: int, chunks: int = 1, tp: int = 1, stage: int = 1, ep: int = 1
 ) -> dict[str, tuple[Any, int, int]]:
-    """Take steps by the host, and by replays, with an evaluation, a measured step and new state between them. Return
-    what differs, and how many pools and replays there were."""
+    """Take steps by the host, and by replays, with an evaluation, a measured step and new state between them. Where
+    ranks have experts between them, take one more, whose rows need more room. Return what differs, and how many pools
+    and replays there were."""
     backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
-    groups, found = tiny.join(tp, pp_size=stages), {}
+    groups, found = tiny.join(tp, pp_size=stages, ep_size=ep), {}
     parallel = {"pipeline_parallel_size": stages, "pipeline_chunks": chunks, "tensor_parallel_size": tp}
     parallel |= {"sequence_parallel": tp > 1, "tensor_parallel_overlap": "on"}
+    parallel |= {"expert_parallel_size": ep, "expert_room": 1.8}
     for name in names:
         (kind, sections), counted, both = CASES[name], Counted(), []
         shape = {"num_layers": stages * chunks + 1, **sections.get("model", {})}
@@ -201,6 +233,7 @@ def run_pipelines(
             assert before == (counted.recorded, counted.replayed)  # The host launches a measured step.
             engine.state_changed()
             steps.append(step_of(engine, kind, 6, 3))
+            steps += [crowded(engine, kind, 7), step_of(engine, kind, 8)] if ep > 1 else []
             both.append((steps, weights_of(engine)))
         (steps, weights), (others, again) = both
         same = steps == others and torch.equal(weights, again)
@@ -212,7 +245,9 @@ REPLAYED = sum(COUNTS[1:]) + 3
 """The micro-batches of `run_pipelines` that are replayed."""
 
 
-def check_pipelines(found: list[dict[str, Any]], stages: int, chunks: int = 1, ranks: int = 1) -> None:
+def check_pipelines(
+    found: list[dict[str, Any]], stages: int, chunks: int = 1, ranks: int = 1, replayed: int = REPLAYED
+) -> None:
     """Check that every rank had the bits of the host, and no more slots than micro-batches are under way at once. The
     last chunk has slots of its own."""
     for rank, of_rank in enumerate(found):
@@ -223,7 +258,7 @@ def check_pipelines(found: list[dict[str, Any]], stages: int, chunks: int = 1, r
             most[last] = max(most[last], now[last])
         for name, (same, pools, replays) in of_rank.items():
             assert same is True, (name, same)
-            assert (pools, replays) == (1 + most.total(), 2 * chunks * REPLAYED), (name, rank)
+            assert (pools, replays) == (1 + most.total(), 2 * chunks * replayed), (name, rank)
 
 
 def test_stages_of_a_pipeline_replay_their_passes() -> None:
@@ -245,6 +280,12 @@ def test_replicas_of_stages_and_tensor_parallel_stages_replay() -> None:
     """Replicas reduce behind the replays of a chunk's last pass."""
     check_pipelines(run_distributed(run_pipelines, 4, ["INT8 layers", "loss mask, tied"], 2, 2), 2, 2, 2)
     check_pipelines(run_distributed(run_pipelines, 4, ["INT8 layers", "loss mask, tied"], 2, 1, 2), 2, 1, 2)
+
+
+def test_stages_whose_ranks_have_experts_between_them_replay_in_a_room_that_grows() -> None:
+    """The step that lacks room is replayed. It is taken again by the host, but for its last micro-batch, which is
+    recorded anew."""
+    check_pipelines(run_distributed(run_pipelines, 4, ["experts, slow"], 2, 1, 1, 1, 2), 2, 1, 2, REPLAYED + 3 + 1 + 3)
 
 
 class Looking:

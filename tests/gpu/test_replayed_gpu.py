@@ -29,6 +29,11 @@ CASES = {
     "FP8, fine, recomputed": ("fp8", {"backend": "sage", "recipe": "fine"}, "full"),
     "INT8, experts": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
 }
+AMONG_RANKS = {
+    "INT8, experts between ranks": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
+    "bf16, experts between ranks, by rows": ("bf16", {"backend": "sdpa"}, "none"),
+}
+"""Two ranks gather tokens, or send rows by an all-to-all where a token has one expert."""
 UNDER_WAY = {(1, 0): (2, 0), (1, 1): (0, 1), (2, 0): (5, 0), (2, 1): (3, 1)}
 """The passes of four micro-batches that two stages have under way at once, in all chunks but the model's last one, and
 in the last one. The key is the number of chunks of a stage, and the stage."""
@@ -45,19 +50,23 @@ def _steps(
     chunks: int = 1,
 ) -> tuple[list[Any], torch.Tensor, Any]:
     """Take six steps of four masked micro-batches with documents, which become more on the way. The noise of the last
-    step is measured."""
-    linear, attention, again = CASES[case]
+    step is measured. Where ranks have experts between them, rows need more room in the second step, so that two more
+    steps are taken in which everything can be recorded again. What routers choose by themselves never needs it."""
+    linear, attention, again = (CASES | AMONG_RANKS)[case]
+    steps = 6 if groups.ep_size == 1 else 8
     head = "fp8" if linear == "fp8" else "bf16"
     training = {"cuda_graphs": graphs, "activation_checkpointing": again}
     tp = groups.tp_size
     shape = SHAPE | ({"num_key_value_heads": 1} if groups.cp_size > 1 else {})  # Context ranks have copies of it.
-    shape = shape | ({"experts": EXPERTS} if "experts" in case else {})
+    experts = EXPERTS | ({"per_token": 1} if "by rows" in case else {})
+    shape = shape | ({"experts": experts} if "experts" in case else {})
     shape = shape | ({"num_layers": 4} if groups.pp_size > 1 else {})
     sections = {"attention": attention, "model": shape, "data": {"seq_length": LENGTH}}
     sections["linear"] = {"precision": linear, "head": head}
     sections["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on",
                             "context_parallel_size": groups.cp_size, "pipeline_parallel_size": groups.pp_size,
-                            "pipeline_chunks": chunks}  # fmt: skip
+                            "pipeline_chunks": chunks, "expert_parallel_size": groups.ep_size,
+                            "expert_room": 1.98}  # fmt: skip
     cfg = tiny.config(stage, "bf16", training=training, tokens_per_step={"tokens": 8 * LENGTH}, **sections)
     matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=tp, device=device, dtype=torch.bfloat16)
     model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB, matmuls=matmuls)
@@ -66,34 +75,55 @@ def _steps(
     engine: Any = build_engine(tiny.on(cfg, groups), model, groups, 4)
     noise = GradientNoise(engine.leaves(), model.every_spec.values(), groups, device)
     numbers = []
-    for step in range(6):
+    for step in range(steps):
+        if groups.ep_size > 1 and step in (1, 2):
+            tiny.crowd(engine, 4 if step == 1 else 0)
         draw, batches = torch.Generator().manual_seed(10 * step + groups.dp_rank), []
         for _ in range(4):
             tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=draw).numpy()
-            starts = sorted({int(place) for place in torch.randint(1, LENGTH, (3 + 20 * (step // 3),), generator=draw)})
+            starts = sorted({int(place) for place in torch.randint(1, LENGTH, (3 + 20 * (step > 2),), generator=draw)})
             counted = torch.rand(LENGTH, generator=draw).numpy() < 0.7
             batches.append(batch_of([Sample(tokens, starts, 0, counted)], True, True))
-        observers = Observers(noise=noise if step == 5 else None)
-        while (result := engine.step(batches, 4, 1e-3, observers, 4000)).room:
-            pass  # It is taken again, because rows of experts had no room.
+        result = tiny.taken(engine, batches, 1e-3, Observers(noise=noise if step == steps - 1 else None), 4000)
         shown = {name: value for name, value in result.metrics.items() if name.startswith(("train", "noise", "perf"))}
-        numbers.append(shown)
+        numbers.append(shown | {"room": engine.room.times if engine.room else 0.0})
     return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._traversal
 
 
-def _bits(cases: list[str], compiled: bool, tp: int, cp: int, gather: int, stage: int) -> dict[str, bool | str]:
+def _apart(host: tuple[list[Any], torch.Tensor], replayed: tuple[list[Any], torch.Tensor]) -> str:
+    """Say which numbers and weights differ, if any do."""
+    said = [
+        f"step {number}, {name}: {one.get(name)} and {other.get(name)}"
+        for number, (one, other) in enumerate(zip(host[0], replayed[0], strict=True))
+        for name in one | other
+        if one.get(name) != other.get(name)
+    ]
+    weights, again = host[1], replayed[1]
+    if not torch.equal(weights, again):
+        many, most = int((weights != again).sum()), float((weights - again).abs().max())
+        said.append(f"{many} of {len(weights)} weights, by up to {most}")
+    return "; ".join(said)
+
+
+def _bits(
+    cases: list[str], compiled: bool, tp: int, cp: int, gather: int, stage: int, ep: int = 1
+) -> dict[str, bool | str]:
     torch.use_deterministic_algorithms(True)
     device, ranks = over_nccl(), dist.get_world_size()
-    groups, found = ParallelGroups.create(Topology(ranks, tp, cp, 1, 1, gather)), {}
+    groups, found = ParallelGroups.create(Topology(ranks, tp, cp, 1, ep, gather)), {}
     for case in cases:
         (steps, weights, _), (others, again, replayed) = (
             _steps(case, compiled, how, groups, device, stage) for how in ("off", "on")
         )
+        said, rooms = [replayed.recorder.refusal], [step["room"] for step in others]
         recorded = {program.last for program in replayed._programs if program.recording}
-        reduces = {False, True} if groups.num_replicas > 1 and stage < 2 else {False}
-        found[case] = replayed.recorder.refusal or (
-            steps == others and torch.equal(weights, again) and recorded == reduces
-        )
+        if recorded != ({False, True} if groups.num_replicas > 1 and stage < 2 else {False}):
+            said.append(f"recorded of the last micro-batch and of others: {recorded}")
+        if ep > 1 and rooms[0] == rooms[1]:
+            said.append(f"the room of the steps did not grow in the second one: {rooms}")
+        apart = _apart((steps, weights), (others, again))
+        wrong = "; ".join(filter(None, [apart, *said]))
+        found[case] = f"bits {'differ' if apart else 'are the same'}; {wrong}" if wrong else True
         if not compiled:
             found["auto"] = _auto(case, groups, device, steps, weights)
     return found
@@ -109,7 +139,7 @@ def _bits_of_pipelines(cases: list[str], chunks: int) -> dict[str, bool | str]:
             _steps(case, True, how, groups, device, 1, chunks) for how in ("off", "on")
         )
         recorded = tuple(map(len, replayed.slots._free.values()))
-        found[case] = replayed.slots.recorder.refusal or (steps == others and torch.equal(weights, again))
+        found[case] = replayed.slots.recorder.refusal or _apart((steps, weights), (others, again)) or True
         if recorded != UNDER_WAY[chunks, groups.pp_rank]:
             found[case] = f"{found[case]}, slots: {recorded}"
     return found
@@ -166,3 +196,14 @@ def test_replays_of_pipeline_stages_have_them_too(chunks: int) -> None:
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
         for found in run_distributed(_bits_of_pipelines, 2, list(CASES), chunks):
             assert found == dict.fromkeys(CASES, True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", list(AMONG_RANKS))
+def test_replays_of_ranks_with_experts_between_them_have_them_too(case: str) -> None:
+    """Their room grows between the recordings, which are made again."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+        for found in run_distributed(_bits, 2, [case], True, 1, 1, 1, 1, 2):
+            assert found == {case: True}

@@ -362,7 +362,7 @@ def test_what_they_do_not_take_they_refuse():
     with pytest.raises(ValueError, match="multiples of 16, got 32 to 88"):
         grouped_matmul(x, weight[:, 8:], rows, GroupedLowBit(), gathers=True)
     with pytest.raises(ValueError, match="smaller micro-batches"):
-        GroupedLowBit().check(weight, rows._replace(slot=torch.zeros(131_073, 1)))
+        grouped_matmul(x, weight, rows, GroupedLowBit(), gathers=True, tokens=131_073)
     with pytest.raises(ValueError, match=rf"takes \[{length}, 2 F\] and weights"):
         weighted_swiglu(x, TENSORS[1], rows)
     leaf = x.clone().requires_grad_()

@@ -39,7 +39,7 @@ def step_of(engine: Any, kind: str, step: int, count: int = 3, observers: Observ
         total = torch.tensor(float(sum(int((batch.labels >= 0).sum()) for batch in batches)))
         dist.all_reduce(total)
         counted = int(total)
-    result = engine.step(batches, count, 1e-2, observers or Observers(), counted)
+    result = tiny.taken(engine, batches, 1e-2, observers or Observers(), counted)
     noise = {name: value for name, value in result.metrics.items() if name.startswith(("noise", "norms"))}
     return result.loss, result.grad_norm, result.span, noise
 

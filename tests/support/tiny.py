@@ -191,9 +191,24 @@ def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observ
     """Take one optimizer step on `sequences` random sequences that depend on the step alone."""
     draw = torch.Generator().manual_seed(step % 5)
     batches = batches_of(torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=draw), engine.groups)
-    while (result := engine.step(batches, sequences // engine.groups.dp_size, 1e-2, observers or Observers())).room:
-        pass  # It is taken again, because rows of experts had no room.
+    return taken(engine, batches, 1e-2, observers or Observers())
+
+
+def taken(engine: Engine, batches: Sequence[Batch], lr: float, *how: Any) -> StepResult:
+    """Take a step, and take it again if rows of experts had no room."""
+    room = 0.0
+    while (result := engine.step(batches, len(batches), lr, *how)).room:
+        assert result.room > room, "a larger room is not used"
+        room = result.room
     return result
+
+
+def crowd(engine: Engine, experts: int) -> None:
+    """Let all tokens choose among the first experts of each layer, so that one rank may get all rows. 0: among all."""
+    for kept in engine.owned(lambda spec: spec.name.endswith("router.bias")):
+        numbers = torch.arange(kept.start, kept.stop, device=kept.weight.device)
+        kept.write("weight", 2.0 * (numbers < experts))  # Scores are at most 1.
+    engine.state_changed()
 
 
 def batches_of(tokens: torch.Tensor, groups: ParallelGroups) -> list[Batch]:
