@@ -43,7 +43,11 @@ class GroupedMatmul:
         return ()
 
     def check(self, weight: Tensor, tokens: int) -> None:
-        """Raise ValueError where sizes are none that this class multiplies. tokens: the rows that an expert may have."""
+        """Raise ValueError where sizes are none that this class multiplies.
+
+        Args:
+            tokens: the most rows that an expert may have.
+        """
 
     @property
     def measured(self) -> bool:

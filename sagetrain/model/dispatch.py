@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, Rows, plan_rows
+from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, plan_rows
 from sagetrain.model.placement import by_rows
 from sagetrain.parallel.collectives import (
     exchange,
@@ -30,8 +30,8 @@ from sagetrain.parallel.collectives import (
 from sagetrain.parallel.topology import ParallelGroups
 
 _Run = Callable[..., Tensor]
-"""The experts of a rank: tokens, factors of their choices, rows, and perhaps the number of tokens that these are rows of
--> the sum of each token's experts."""
+"""The experts of a rank: tokens, factors of their choices, rows, and the number of tokens of all ranks where rows take
+the place of tokens -> the sum of each token's experts."""
 
 
 def parts_in(room: int, ranks: int, top: int, own: int) -> int:
