@@ -23,7 +23,6 @@ import step as olmoe
 import tiny
 from sagekernels import hopper_backward, hopper_projection
 from sagetrain.cluster.join import init_distributed
-from sagetrain.config import layout
 from sagetrain.config.load import load_config
 from sagetrain.data.batch import Batch
 from sagetrain.engines.step import Engine
@@ -91,7 +90,6 @@ def bits(arm: str, device: torch.device) -> None:
 
 
 def times(precision: str, micro: int, device: torch.device) -> None:
-    layout._not_recorded = lambda cfg: None
     more = ["training.cuda_graphs=auto", "parallel.engine=fsdp"]
     olmoe.load_config = lambda path, keys: load_config(path, [*keys, *more])
     engine: Engine = olmoe.Ours(olmoe.config(f"SageTrain {precision}", 2, micro, 0.003), device).engine

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sagetrain.config.layer_specs import layers, linear_layers
-from sagetrain.config.layout import Layout
+from sagetrain.config.layout import Layout, by_rows
 from sagetrain.config.linear_sizes import EIGHT_BITS
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 from sagetrain.costs.accounting import expert_weights
 from sagetrain.costs.operations import Rank
-from sagetrain.model.placement import by_rows
 
 INTO, OUT = "into the layers", "out of the layers"
 """The names of what tensor parallelism's collectives exchange: the inputs of column-parallel layers, and the outputs of

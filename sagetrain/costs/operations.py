@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.layer_specs import LayerSpec
+from sagetrain.config.layout import by_rows
 from sagetrain.config.linear_sizes import EIGHT_BITS, LinearSizes
 from sagetrain.config.schema import AttentionConfig, DeltaNetConfig, ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.costs.documents import document_share
 from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, Operation, PassCost, Precision
-from sagetrain.model.placement import by_rows
 
 # Elements moved per token and column, forward and backward, first fused by torch.compile and then eager. Fused, every
 # kernel reads its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32

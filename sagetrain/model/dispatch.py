@@ -1,7 +1,7 @@
 """The way of tokens to the experts of other ranks, and of the results back.
 
 Either all tokens are gathered, and the results are added up. Or a token goes to the rank of each expert that it has
-chosen, by an all-to-all, and its results come back in the same way (placement.by_rows).
+chosen, by an all-to-all, and its results come back in the same way (config.layout.by_rows).
 
 No shape depends on what routers choose, so the host waits for nothing. There is memory for so many rows, and rows
 beyond them are left out, which a flag notes (engines/room.py).
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, plan_rows
-from sagetrain.model.placement import by_rows
+from sagetrain.config.layout import by_rows
 from sagetrain.parallel.collectives import (
     exchange,
     exchanged,

@@ -40,13 +40,6 @@ class Placement(NamedTuple):
     """Whether this rank is the first that holds the slice. What counts once, or is saved once, is taken from it."""
 
 
-def by_rows(ranks: int, per_token: int) -> bool:
-    """Return whether tokens go to the ranks of their experts alone, each row by itself, where so many ranks have the
-    experts of a layer between them. Up to as many ranks as a token has experts, hardly a token misses a rank, so all
-    tokens are gathered."""
-    return ranks > per_token
-
-
 def slices_of(spec: TensorSpec, tensor_parallel: int) -> int:
     """Return the number of slices that a tensor is cut into. A rank's experts are a range of their tensor (`first_of`),
     and no slice."""

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sagetrain.config.layout import Layout
+from sagetrain.config.layout import Layout, by_rows
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.hardware import Hardware
-from sagetrain.model.placement import by_rows
 from sagetrain.planning.prediction import StepPrediction
 
 MARGINS: Mapping[str, Mapping[str, float]] = {

@@ -150,9 +150,7 @@ def test_replicas_reduce_in_a_recording_of_the_last_micro_step() -> None:
     (4, 2, 2, (4, 13)),
     (4, 1, 4, (4, 13)),
 ])  # fmt: skip
-def test_ranks_that_have_experts_between_them_replay_in_a_room_that_grows(
-    ranks: int, tp: int, ep: int, made: tuple[int, int]
-) -> None:
+def test_ranks_with_experts_replay_in_a_room_that_grows(ranks: int, tp: int, ep: int, made: tuple[int, int]) -> None:
     """Recordings of the smaller room replay the step that lacks it, and are never replayed again. Two ranks gather
     tokens, and four send rows by an all-to-all."""
     for found in run_distributed(run_cases, ranks, 1, ["experts, slow"], tp, 1, 1, False, ep):
@@ -282,7 +280,7 @@ def test_replicas_of_stages_and_tensor_parallel_stages_replay() -> None:
     check_pipelines(run_distributed(run_pipelines, 4, ["INT8 layers", "loss mask, tied"], 2, 1, 2), 2, 1, 2)
 
 
-def test_stages_whose_ranks_have_experts_between_them_replay_in_a_room_that_grows() -> None:
+def test_stages_with_experts_replay_in_a_room_that_grows() -> None:
     """The step that lacks room is replayed. It is taken again by the host, but for its last micro-batch, which is
     recorded anew."""
     check_pipelines(run_distributed(run_pipelines, 4, ["experts, slow"], 2, 1, 1, 1, 2), 2, 1, 2, REPLAYED + 3 + 1 + 3)

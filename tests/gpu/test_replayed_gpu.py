@@ -200,8 +200,8 @@ def test_replays_of_pipeline_stages_have_them_too(chunks: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", list(AMONG_RANKS))
-def test_replays_of_ranks_with_experts_between_them_have_them_too(case: str) -> None:
-    """Their room grows between the recordings, which are made again."""
+def test_replays_of_ranks_with_experts_have_them_too(case: str) -> None:
+    """The room of these ranks grows between the recordings, which are made again."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
