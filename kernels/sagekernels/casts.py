@@ -5,7 +5,7 @@ A product sums along the rows of both its operands. A matrix that two products r
 needed twice: as it lies in memory and transposed, each with its own scales. `quantize_both` makes both from one matrix.
 The first pass finds the largest magnitudes of rows and columns together; the second pass reads the matrix again and
 writes both. For 16-bit elements these are 2 + 2 bytes read and 1 + 1 written, 6 bytes an element (NOTES.md). A kernel
-that makes a matrix can leave its largest magnitudes behind (swiglu.py). Then there is no first pass.
+that makes a matrix can leave its largest magnitudes behind (swiglu.py, add_norm.py). Then there is no first pass.
 """
 
 from typing import NamedTuple

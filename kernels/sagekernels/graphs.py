@@ -59,7 +59,7 @@ class Pool:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # The first error says more.
                     self._end(graph)
-                    # The error's traceback keeps it, and NCCL ends no group that it uses.
+                    # The error's traceback keeps the graph, and NCCL ends no group that a graph uses.
                     graph.reset()
                 raise
             self._end(graph)

@@ -130,8 +130,8 @@ def time_overlap(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Return the seconds of a block in the middle of the run's, forward and backward, keyed by "off" (whole) and "on"
-    (halves).
+    """Return the seconds of a block from the middle of the model, forward and backward, keyed by "off" (whole) and
+    "on" (halves).
 
     All ranks call it: each tensor-parallel group runs its own collectives, and the slowest rank counts. The time that a
     block waits for its weights under ZeRO 3 is not part of the result.

@@ -90,7 +90,7 @@ class Ledger:
         return [count for _, count, times in self.segments for _ in range(times)]
 
     def last_tokens(self, seq_length: int) -> int:
-        """Return the tokens of the last step; 0 if there was none. Sequences of the present part have this length."""
+        """Return the tokens of the last step; 0 if there was none. `seq_length` is that of the present part."""
         if self.ended and self.ended[-1].steps == self.steps:
             seq_length = self.ended[-1].seq_length
         return self.segments[-1][1] * seq_length if self.segments else 0

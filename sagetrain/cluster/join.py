@@ -20,8 +20,8 @@ _ARRIVAL_MINUTES = 10
 
 
 def init_distributed(timeout_minutes: float) -> torch.device:
-    """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, whose collectives may take so long,
-    and return this rank's device. A single process without these variables becomes a world of one rank. Raises
+    """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, and return this rank's device. A
+    collective may take `timeout_minutes`. A single process without these variables becomes a world of one rank. Raises
     RanksMissing if not all ranks come. It is a ConfigError of cluster/rendezvous.py."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)

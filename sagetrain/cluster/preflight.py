@@ -115,8 +115,9 @@ def _store_of(meeting: str) -> Store:
 
 def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
     """Let rank 0 make and lock the run folder, and let the first rank of each host check that it sees the same folder;
-    collective. Raises CheckpointError on rank 0 if another run uses the folder, OSError on rank 0 if the folder cannot
-    be made, and ConfigError on every rank if hosts do not share the folder, or on the others if rank 0 raises one.
+    collective. Raises CheckpointError on rank 0 if another run uses the folder, and OSError if the folder cannot
+    be made. Raises ConfigError on every rank if hosts do not share the folder, and on the other ranks if rank 0 raises
+    an error.
 
     Args:
         hears: gets warnings about the file system.

@@ -30,8 +30,8 @@ _EITHER_OR = {"lr_schedule": ("warmup", "warmup_tokens")}
 def load_config(
     path: str | Path | Readable, overrides: Sequence[str] = (), passed_over: Callable[[str], None] | None = None
 ) -> RunConfig:
-    """Read a run's configuration. Raises ConfigError, which lists every problem with place, key,
-    value, rule and fix.
+    """Read a run's configuration. Raises ConfigError, which lists every problem with place, key, value, rule
+    and fix.
 
     Args:
         path: a file, on a disk or in a store, or the name of a shipped configuration (`325m`).

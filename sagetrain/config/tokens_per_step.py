@@ -44,9 +44,9 @@ def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:
 
 
 def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | None:
-    """Return a message if the schedule of the configuration that continues a run gives the last step before the
-    checkpoint at `tokens_seen` other tokens than `last`, which it had. noise_aware continues with its last decision.
-    The steps taken are facts. The steps to come follow from the tokens seen."""
+    """Return a message if the schedule that continues a run differs from the last step before the checkpoint. That
+    step had `last` tokens and ended at `tokens_seen`. None: the schedule gives the step as many, or is noise_aware,
+    which continues with its last decision. The steps taken are facts. The steps to come follow from the tokens seen."""
     now = tokens_per_step(schedule, tokens_seen - last)
     if now == last or isinstance(schedule, NoiseAwareTokens):
         return None

@@ -88,8 +88,8 @@ class Recorder:
 
     def record(self, make: Callable[[], None], another: bool = False) -> frozenset[str] | None:
         """Call a function that records passes. Return the names of the leaves that get a gradient in them. None: the
-        host launches every pass from now on. With `another`, others of this step have been recorded, each in memory of
-        its own."""
+        host launches every pass from now on. With `another`, this step or an earlier one has recorded others, each in
+        memory of its own."""
         sums, refusal = self._sums, ""
         given, added, found = set(sums.given), self._metrics.added(), frozenset[str]()
         sums.given.clear()

@@ -83,8 +83,8 @@ class Replayed(Plain):
             self._replay(inputs, last and self._sums.reduces, observers.noise)
 
     def _replay(self, inputs: Mapping[str, Any], last: bool, noise: GradientNoise | None) -> None:
-        """Run a micro-step, in the last of which gradients are reduced. Tensors of the model's arguments are in CPU
-        memory. `noise` looks at the gradients."""
+        """Run a micro-step. The tensors of the model's arguments are in CPU memory. `last` says whether gradients are
+        reduced in it, and `noise` looks at them."""
         # A micro-step that was watched may have left other blocks than a recording begins with.
         self._weights.gather()
         program = self._program_of(inputs, last, noise)

@@ -13,8 +13,8 @@ _RING = 3  # This is the number of micro-batches that the host may be ahead of t
 
 
 class StaticInputs:
-    """One place on a device for the micro-batches of a recording, which are `like` this one in CPU memory. Each comes
-    in one copy."""
+    """One place on a device for the micro-batches of a recording. Each comes in one copy from CPU memory, and has the
+    shapes of `like`."""
 
     def __init__(self, like: Mapping[str, Any], device: torch.device) -> None:
         tensors = {name: value for name, value in like.items() if isinstance(value, Tensor)}

@@ -112,8 +112,8 @@ class Fla(DeltaRule):
 
 
 def _documents(layout: TokenLayout) -> dict[str, Any]:
-    """Return the arguments for documents. With the chunks given, fla makes nothing of them that needs the host. What it
-    makes on the GPU it keeps for each tensor of boundaries, which are other tensors in every pass of a model."""
+    """Return the arguments for documents. With the chunks given, fla makes nothing that needs the host. What fla
+    makes on the GPU it caches by the tensor of boundaries, and every pass of a model has a tensor of its own."""
     return {"cu_seqlens": layout.cu_seqlens, "chunk_indices": layout.delta_chunks}
 
 

@@ -168,8 +168,8 @@ class Experts(LinearLayer[GroupedMatmul]):
         self.kept = tuple(tensor for weight in every for tensor in self.matmul.keep(weight))
 
     def forward(self, x: Tensor, weights: Tensor, rows: Rows, tokens: int | None = None) -> Tensor:
-        """Return the sum of each token's experts times their weights [T, per token]: [T, hidden] -> [T, hidden]. The
-        number of tokens is that of grouped_matmul."""
+        """Return the sum of each token's experts times their weights [T, per token]: [T, hidden] -> [T, hidden]. For
+        `tokens` see grouped_matmul."""
         half = len(self.kept) // 2
         how: dict[str, Any] = {"gathers": True, "activation": self.activation, "bias": self.gate_up_bias}
         inner = grouped_gated(x, self.gate_up, weights, rows, self.matmul, self.kept[:half], **how, tokens=tokens)

@@ -60,7 +60,7 @@ pass, which the function runs. It returns the gradients of the residual streams 
 
 
 class Pipe:
-    """The stages of this rank's pipeline, with so many chunks on each; collective.
+    """The stages of this rank's pipeline, with `per_rank` chunks on each; collective.
 
     An edge between two stages has a process group for each direction, and groups of their own for the edge from the
     last stage to the first one. Messages of a group then go one way, and arrive in the order in which they are sent.

@@ -181,8 +181,8 @@ class QuantizationProbe:
 
 class QuantNoise(Averages):
     """A controller that decides nothing. It adds quant_noise/<layer>/ratio, bias_ratio and bias_to_gradient to what a
-    probe has measured, with the noise of the gradients by the controller before it, and remembers how much of the error
-    is bias."""
+    probe has measured, and remembers how much of the error is bias. The controller `noise`, which comes before it,
+    knows the noise of the gradients."""
 
     name = "quant_noise"
 

@@ -76,8 +76,8 @@ def checkpoints_of(run_dir: Path | str, run_url: str | None) -> Location:
 
 
 def store_at(folder: UrlPath, patience: float = PATIENCE) -> Store:
-    """Return the store whose root is a folder, which tries a call to a server again for so many seconds. Raises
-    ValueError if the URL is of another kind. config.rules refuses such URLs."""
+    """Return the store whose root is a folder, which tries a call to a server again for `patience` seconds.
+    Raises ValueError if the URL is of another kind. config.rules refuses such URLs."""
     scheme, _, rest = folder.url.partition("://")
     if kind := {"s3": S3, "gs": GS}.get(scheme):
         return kind(rest, patience)

@@ -226,7 +226,7 @@ def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, context: int) ->
 
 def check_disk(cfg: RunConfig, vocab_size: int) -> None:
     """Check that the disk of the run folder has room for a checkpoint. An older one makes room only once the next one
-    is there. Raises ConfigError if it has none."""
+    is there. Raises ConfigError if the disk has not."""
     if cfg.training.run_url:
         return
     folder, size = Path(cfg.training.run_dir).absolute(), checkpoint_bytes(cfg, vocab_size)

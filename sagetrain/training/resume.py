@@ -44,10 +44,10 @@ def check(
     identity: Identity,
     files: dict[str, str],
 ) -> Reader:
-    """Check that a run may continue from a checkpoint, which has to share its identity and the hashes of its data, by
-    name. All ranks call this with the same arguments. Return a reader of the checkpoint. Raises ConfigError if the
-    checkpoint was written by another run, or has seen more tokens than this one is to see, or checkpoint.resume is
-    never."""
+    """Check that a run with this identity may continue from a checkpoint. `files` has the hashes of the run's data on
+    this host, by name. All ranks call this with the same arguments. Return a reader of the checkpoint. Raises
+    ConfigError if the checkpoint was written by another run, or has seen more tokens than this one is to see, or
+    checkpoint.resume is never."""
     if cfg.checkpoint.resume == "never":
         raise ConfigError(
             f"{folder.parent.parent} holds checkpoint {folder.name} and checkpoint.resume is never; "
