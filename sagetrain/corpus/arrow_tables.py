@@ -57,7 +57,8 @@ def chunks_of(
     """
     for table in tables:
         there = names or table.schema.names
-        columns, roots = columns_among(origin, there, wanted), roots_of(origin, there, wanted)
+        columns = columns_among(origin, there, wanted)
+        read = {root_of(name, there) for name in columns}
         try:
             values = [_values_in(table, name) for name in columns]
             if wanted.fields:
@@ -66,7 +67,7 @@ def chunks_of(
             what = "a column of JSON holds what is none: " if isinstance(error, json.JSONDecodeError) else ""
             what = "not UTF-8: " if isinstance(error, UnicodeDecodeError) else what
             raise ConfigError(f"{origin}, rows {first:,} to {first + len(table) - 1:,}: {what}{error}") from error
-        unread = tuple(name for name in there if name not in roots)
+        unread = tuple(name for name in there if name not in read)
         yield Chunk(origin, "row", first, records if wanted.fields else values[0], unread=unread)
         first += len(table)
 
