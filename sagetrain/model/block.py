@@ -118,7 +118,12 @@ class Block(nn.Module):
     @property
     def measures(self) -> bool:
         """Whether the norm that the block reads comes with its largest magnitudes (Measured)."""
-        return self.groups.tp_size == 1 and self.attention.qkv.matmul.measured and torch.is_grad_enabled()
+        return self._read_once(self.attention.qkv)
+
+    def _read_once(self, layer: LinearLayer[Any]) -> bool:
+        """Whether a layer's casts, for which a backward pass comes, read a matrix once if its largest magnitudes are
+        known."""
+        return self.groups.tp_size == 1 and layer.matmul.measured and torch.is_grad_enabled()
 
     def stages(self, next_norm: NextNorm) -> Stretch:
         """Return all stages, in their order. For next_norm see `forward`."""
@@ -133,8 +138,8 @@ class Block(nn.Module):
     def added(self, layer: RowParallelLinear, post_norm: RMSNorm | None, norm: NextNorm) -> list[BlockStage]:
         """Return the stages that multiply y by a layer, add it to x and normalize the sum. It is one stage where the
         kernels of the addition and the norm leave largest magnitudes for casts."""
-        measured = self.groups.tp_size == 1 and layer.matmul.measured and torch.is_grad_enabled()
-        if not measured or not isinstance(norm, RMSNorm) or post_norm is not None or layer.bias is not None:
+        joined = post_norm is None and layer.bias is None and self._read_once(layer)
+        if not joined or not isinstance(norm, RMSNorm):
             return [self.made_by(layer), *self.settled(post_norm), self.ended(norm)]
 
         def stage(x: Tensor, y: Tensor | Measured, part: Part) -> Half:
