@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from sagetrain.checkpoint.saving import Saved, Saver
 from sagetrain.checkpoint.state import Identity, RunState
-from sagetrain.cluster.join import init_distributed
+from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config, load_config
@@ -172,7 +172,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         report(engine, cfg.parallel.zero_stage, alone, *figures)
     dist.barrier()
-    dist.destroy_process_group()
+    end_distributed()
 
 
 if __name__ == "__main__":

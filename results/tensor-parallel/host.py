@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagetrain.cluster.join import init_distributed
+from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Batch
@@ -182,4 +182,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    end_distributed()

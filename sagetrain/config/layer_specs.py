@@ -135,6 +135,12 @@ class LayerSpec(NamedTuple):
         return self.norms != "post", self.norms != "pre"
 
     @property
+    def joins_norms(self) -> bool:
+        """Whether a kernel adds what attention or the MLP returns to the residual stream and normalizes the sum, where
+        casts to 8 bits read its largest magnitudes (sagekernels/add_norm.py)."""
+        return self.norms == "pre" and self.experts is None and not self.attention.out_bias
+
+    @property
     def expert_activation(self) -> str:
         """The activation of experts, by its name in sagekernels/swiglu.py."""
         return "clamped_swiglu" if self.biased_experts else self.mlp.activation

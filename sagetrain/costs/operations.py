@@ -190,7 +190,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     def norm(name: str, before: str = "") -> PassCost:
         """Return the cost of a norm. Behind a layer in 8 bits (`before`) it keeps the sum alone (add_norm.py)."""
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
-        if precisions.get(before) and rank.tensor == 1 and layer.norms == "pre" and not layer.experts:
+        if precisions.get(before) and rank.tensor == 1 and layer.joins_norms:
             saved, moved = element * hidden, element * _NORM[0] * stream
         return PassCost(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
 

@@ -60,6 +60,7 @@ class Block(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
+        self.joins_norms = layer.joins_norms
         self.dear = dear
         """If there are any, the block, walked alone, keeps the results of these operators for its backward pass, and
         recomputes the rest."""
@@ -138,8 +139,7 @@ class Block(nn.Module):
     def added(self, layer: RowParallelLinear, post_norm: RMSNorm | None, norm: NextNorm) -> list[BlockStage]:
         """Return the stages that multiply y by a layer, add it to x and normalize the sum. It is one stage where the
         kernels of the addition and the norm leave largest magnitudes for casts."""
-        joined = post_norm is None and layer.bias is None and self._read_once(layer)
-        if not joined or not isinstance(norm, RMSNorm):
+        if not (self.joins_norms and self._read_once(layer) and isinstance(norm, RMSNorm)):
             return [self.made_by(layer), *self.settled(post_norm), self.ended(norm)]
 
         def stage(x: Tensor, y: Tensor | Measured, part: Part) -> Half:

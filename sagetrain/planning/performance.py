@@ -267,15 +267,15 @@ class _Step:
         # INT8's figure is of one GPU. Under tensor parallelism it takes the host at least as long as FP8 (12 layers of
         # 7B, 2026-11-28, results/log/layouts.md).
         precision = "fp8" if self.rank.tensor > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
-        casts = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
+        beside = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
         for count, operations in self.blocks:
             rules = [part for part in of_kind(AttentionCost, operations) if part.backends == (DELTA_RULE,)]
-            casts += count * len(rules) * hardware.delta_launch_seconds
+            beside += count * len(rules) * hardware.delta_launch_seconds
         launched = 0 if self.layout.recorded else self.accumulation
         hooks = launched * hardware.hooks_block_seconds if self.layout.hooks == "never" else 0.0
         replays = (self.accumulation - launched) * _REPLAY_SECONDS
-        return launched * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks + replays
+        return launched * (self.cfg.model.num_layers * block + beside) - self.cfg.model.num_layers * hooks + replays
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the engine's passes over gradients, Adam, and new weights."""
