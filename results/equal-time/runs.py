@@ -52,19 +52,22 @@ WITHIN = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 TUNED, MUON = Knobs(2e-3, 0.75, 1.6e-2, 0.1), Knobs(4e-3, 0.5, 1.6e-2, 0.1)
 LINE, QUICK = MUON._replace(warmup=0.2), {"optimizer.betas": [0.8, 0.95], "optimizer.muon.momentum": 0.9}
 UNTIED = {"model.tie_embeddings": False, "optimizer.lr_of.head": 4e-3}
+EVEN = {"optimizer.weight_decay_lr": 4e-3}
 INT8 = {
     "attention.backend": "sage", "attention.recipe": "scores", "linear.precision": "int8",
     "data.document_attention": False, "data.document_positions": False, "data.micro_batch_size": MICRO,
 }  # fmt: skip
-# The settings, and the learning rate at the end as a share of the peak. `usual` is what pages about models of this size
-# give. The others are the best of results/muon-loss.
-PLAIN = {
-    "pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1),
-    "pytorch tuned": (TUNED, 0.0),
-    **{f"pytorch {lr:g}": (TUNED._replace(lr=lr, warmup=0.5), 0.0) for lr in (5e-4, 1e-3, 2e-3)},
+# The settings, the learning rate at the end as a share of the peak, and the share of the run over which it falls in a
+# line; None: a cosine. `usual` is what pages about models of this size give, and `titan` has torchtitan's defaults. The
+# others are the best of results/muon-loss, and rates beside them.
+PLAIN: dict[str, tuple[Knobs, float, float | None]] = {
+    "pytorch usual": (Knobs(6e-4, 0.05, 6e-4, 0.1), 0.1, None),
+    "pytorch titan": (Knobs(8e-4, 0.2, 8e-4, 0.1), 0.0, 0.8),
+    "pytorch tuned": (TUNED, 0.0, None),
+    **{f"pytorch {lr:g}": (TUNED._replace(lr=lr, warmup=0.5), 0.0, None) for lr in (5e-4, 1e-3, 2e-3)},
     **{
-        f"pytorch {lr:g} {embedding:g}": (Knobs(lr, 0.2, embedding, 0.1), 0.0)
-        for lr in (5e-4, 1e-3, 2e-3, 4e-3) for embedding in (1e-3, 4e-3, 1.6e-2)
+        f"pytorch {lr:g} {embedding:g}": (Knobs(lr, 0.2, embedding, 0.1), 0.0, None)
+        for lr in (5e-4, 1e-3, 2e-3, 4e-3) for embedding in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
     },
 }  # fmt: skip
 OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
@@ -76,6 +79,7 @@ OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "untied": ("muon", LINE._replace(embedding=6.4e-2), UNTIED, 0.65),
     "untied, quick": ("muon", LINE._replace(embedding=6.4e-2), UNTIED | QUICK, 0.65),
     "int8": ("muon", LINE._replace(embedding=6.4e-2, warmup=0.1), UNTIED | QUICK | INT8, 0.65),
+    "int8 even": ("muon", LINE._replace(embedding=6.4e-2, warmup=0.1), UNTIED | QUICK | INT8 | EVEN, 0.65),
     "untied, quick, 2e-3": ("muon", LINE._replace(lr=2e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
     "untied, quick, 8e-3": ("muon", LINE._replace(lr=8e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
 }
@@ -165,7 +169,7 @@ class Written:
 
 class Plain(Written):
     def __init__(self, name: str, device: torch.device) -> None:
-        self.knobs, self.end = PLAIN[name]
+        self.knobs, self.end, self.line = PLAIN[name]
         self.cfg = config("adamw", "bf16", 400, self.knobs).changed({"model": {"tie_embeddings": not TEN}})
         peer = Peer(self.cfg.model, "sdpa", LENGTH, VOCAB)
         super().__init__(peer, device)
@@ -189,7 +193,7 @@ class Plain(Written):
     def step(self, text: torch.Tensor, places: torch.Tensor, passed: float) -> None:
         self.backward(text, places)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * share(passed, self.knobs.warmup, self.end)
+            group["lr"] = group["peak"] * share(passed, self.knobs.warmup, self.end, self.line)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

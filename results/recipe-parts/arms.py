@@ -8,7 +8,8 @@ read 2.29 times. INT8 is left out, because it moved no loss in results/equal-tim
 
 An arm of kind "climb" changes one setting of the best recipe at its start, so gains add up. An arm of kind "feature"
 changes what the library cannot do. With --after ROWS, the file of an earlier call, each arm begins at the best climb of
-that call, and nothing is built on. No test runs this script, and it imports nothing of the library.
+that call, and nothing is built on. With --once each sequence of the whole text is read at most once, and the arms are
+those of ONCE. No test runs this script, and it imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Recipe(NamedTuple):
     head: float = 4e-3
     gain: float = 4e-3
     scalar: float = 0.5 * MORE
+    adam: bool = False
+    """AdamW trains the matrices too."""
     rest_decay: float = 0.1
     """Of embedding and head."""
     even: bool = False
@@ -60,6 +63,7 @@ class Recipe(NamedTuple):
     clip: float = 1.0
     warmup: float = 0.1
     line: float = 0.65
+    """The share of the run over which the rate falls in a line; 0: it falls by a cosine behind the warm-up."""
     end: float = 0.0
     batches: tuple[tuple[float, int], ...] = ((0.0, SEQUENCES),)
     """From which share of the tokens on a step has so many sequences."""
@@ -149,6 +153,38 @@ AFTER: list[tuple[str, str, Any]] = [
     ("alone", "the most gain", None),
 ]  # fmt: skip
 """Decay is of matrices, embedding and head where the base has weight_decay_lr. The last two are second seeds."""
+
+
+def adamw(lr: float) -> Recipe:
+    """Return plain PyTorch's recipe of results/equal-time: AdamW with a rate four times as large for the embedding."""
+    return Recipe(lr=lr, embedding=4 * lr, head=lr, gain=lr, adam=True, betas=(0.9, 0.95), warmup=0.2, line=0.0)
+
+
+ONCE_FIRST: list[tuple[str, Recipe]] = [("ours", OURS), ("speed run", SPEED), ("AdamW 0.001", adamw(1e-3))]
+ONCE: list[tuple[str, str, Any]] = [
+    ("climb", "weight_decay_lr", lambda r: {"even": True}),
+    ("whole", "its model, our optimizer", lambda r: OURS._replace(parts=FULL)),
+    ("whole", "our model, its optimizer", lambda r: OURS._replace(**THEIRS)),
+    ("whole", "AdamW 0.002", lambda r: adamw(2e-3)),
+    ("whole", "ours, values and first residual", lambda r: OURS._replace(parts=frozenset({"values", "mix"}))),
+    ("whole", "AdamW as torchtitan's", lambda r: adamw(8e-4)._replace(embedding=8e-4, line=0.8)),
+    ("whole", "ours", lambda r: OURS._replace(seed=1)),
+    ("whole", "speed run", lambda r: SPEED._replace(seed=1)),
+    ("alone", "tokens 8K", lambda r: {"batches": ((0.0, SEQUENCES // 2),)}),
+    ("rate", "AdamW", None),
+    ("alone", "decay 0.02", lambda r: {"decay": 0.02, "rest_decay": 0.02}),
+    ("alone", "lr 2.8e-3", lambda r: {"lr": 2.8e-3}),
+    ("alone", "second moment", lambda r: {"second": True}),
+    ("alone", "fall over 1.0", lambda r: {"line": 1.0}),
+    ("alone", "lr 5.6e-3", lambda r: {"lr": 5.6e-3}),
+    ("alone", "decay 0.2", lambda r: {"decay": 0.2, "rest_decay": 0.2}),
+    ("alone", "tokens 8K, 16K from 0.3", lambda r: {"batches": ((0.0, SEQUENCES // 2), (0.3, SEQUENCES))}),
+    ("alone", "warm-up 0.03", lambda r: {"warmup": 0.03}),
+    ("alone", "fall over 0.8", lambda r: {"line": 0.8}),
+    ("whole", "AdamW 0.001, our schedule", lambda r: adamw(1e-3)._replace(warmup=0.1, line=0.65)),
+    ("alone", "the base", lambda r: {"seed": 1}),
+]
+"""The arms of a text that is read once. Those of kind "alone" begin at the better one of ours and weight_decay_lr."""
 
 
 # ---------------------------------------------------------------- the models
@@ -319,7 +355,8 @@ def lane_code() -> dict[str, Any]:
 
     class Optimizers:
         def __init__(self, model: Model, r: Recipe) -> None:
-            self.model, self.r, self.stacks = model, r, [model.square, model.up, model.down]
+            stacks = [model.square, model.up, model.down]
+            self.model, self.r, self.stacks = model, r, [] if r.adam else stacks
             groups = [
                 (model.embedding, r.embedding, r.rest_decay), (model.head, r.head, r.rest_decay),
                 (model.values, r.embedding, r.rest_decay), (model.gates, r.gain, 0.0),
@@ -327,6 +364,8 @@ def lane_code() -> dict[str, Any]:
             ]  # fmt: skip
             if "plain" not in model.parts:
                 groups += [(model.gains, r.gain, 0.0), (model.heads_gains, r.gain, 0.0)]
+            if r.adam:
+                groups += [(w, r.lr, r.decay) for w in stacks]
             given = [
                 {"params": [w], "peak": rate, "weight_decay": r.decay * r.lr / rate if decay and r.even else decay}
                 for w, rate, decay in groups if w is not None
@@ -342,7 +381,10 @@ def lane_code() -> dict[str, Any]:
         def step(self, passed: float, after: float) -> None:
             """Step. `passed` is the share of the run before the step, `after` behind it."""
             r = self.r
-            falling = max(0.0, (passed - (1 - r.line)) / r.line)
+            if r.line:
+                falling = max(0.0, (passed - (1 - r.line)) / r.line)
+            else:
+                falling = (1 - math.cos(math.pi * max(0.0, (passed - r.warmup) / (1 - r.warmup)))) / 2
             rate = min(after / r.warmup, 1 - falling * (1 - r.end))
             beta = r.momentum[0]
             if len(r.momentum) > 1:
@@ -357,7 +399,7 @@ def lane_code() -> dict[str, Any]:
                 factor = max(1.0, rows / columns) ** 0.5 if r.spectral else 0.2 * max(rows, columns) ** 0.5
                 taken = rate * r.lr * decay * (factor if r.spectral else 1.0)
                 values.append([beta, rate * r.lr * factor, taken, float(r.second), float(r.cautious)])
-            now = torch.tensor(values, pin_memory=cuda).to(self.stacks[0].device, non_blocking=True)
+            now = torch.tensor(values, pin_memory=cuda and bool(values)).to(self.every[0].device, non_blocking=True)
             for n, w in enumerate(self.stacks):
                 update(w, w.grad, self.momentum[n], self.second[n], now[n])
             for group in self.rest.param_groups:
@@ -369,12 +411,14 @@ def lane_code() -> dict[str, Any]:
     return {"torch": torch, "Model": Model, "Optimizers": Optimizers, "cuda": cuda}
 
 
-def train(code: dict[str, Any], r: Recipe, steps: int, text: Any, valid: Any, until: float) -> dict[str, Any]:
+def train(
+    code: dict[str, Any], r: Recipe, steps: int, count: int, text: Any, valid: Any, until: float
+) -> dict[str, Any]:
+    """Train on the first `count` sequences of the text, permutation after permutation of them."""
     torch, cuda = code["torch"], code["cuda"]
     born = time.monotonic()
     model = code["Model"](r.parts, r.seed)
     optimizers = code["Optimizers"](model, r)
-    count = round(steps * SEQUENCES / PASSES)
     total, draw = round(steps * r.length) * SEQUENCES, torch.Generator().manual_seed(r.seed)
     order = torch.cat([torch.randperm(count, generator=draw) for _ in range(math.ceil(total / count))]) * LENGTH
     order, span = order.to(text.device), torch.arange(LENGTH + 1, device=text.device)
@@ -439,12 +483,13 @@ def lane(number: int, gpus: int, asked: argparse.Namespace, until: float, pipe: 
 
     device = torch.device("cuda" if code["cuda"] else "cpu")
     text, valid = (
-        torch.from_numpy(np.fromfile(asked.text / f"{name}.bin", np.uint16, count).astype(np.int32)).to(device)
-        for name, count in (("train", round(asked.steps * SEQUENCES / PASSES) * LENGTH + LENGTH + 1), ("valid", -1))
+        torch.from_numpy(np.fromfile(asked.text / f"{name}.bin", np.uint16).astype(np.int32)).to(device)
+        for name in ("train", "valid")
     )
+    count = (len(text) - 1) // LENGTH if asked.once else round(asked.steps * SEQUENCES / PASSES)
     while (job := pipe.recv()) is not None:
         try:
-            found = train(code, job, asked.steps, text, valid, until)
+            found = train(code, job, asked.steps, count, text, valid, until)
         except Exception as error:  # noqa: BLE001  # Another arm may do.
             found = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
         pipe.send(found)
@@ -457,11 +502,19 @@ def score(row: dict[str, Any]) -> float:
     return row["bits"][-1][1] + 0.1 * sum(middle) / len(middle)
 
 
+def said(row: dict[str, Any]) -> str:
+    """Return a row's losses and times for a line of the output."""
+    curve = " ".join(f"{share:g}:{bits:.4f}" for share, bits in row["bits"] if share > 0.25)
+    less = f", {row['less']:+.4f} to its base" if "less" in row else ""
+    return f"| {curve} | train {row['train']:.4f}{less} | {row['seconds']} s (+{row['compiled']}), {row['rate']:,}/s"
+
+
 def read(row: dict[str, Any]) -> Recipe:
     """The recipe of a row of a file, where tuples are lists."""
     r = Recipe(**row)
     return r._replace(
         parts=frozenset(r.parts),
+        decay=math.nan if math.isnan(r.decay) else r.decay,  # Equal recipes hold the same one.
         momentum=(*r.momentum,),
         betas=(*r.betas,),
         batches=tuple((a, b) for a, b in r.batches),
@@ -471,16 +524,20 @@ def read(row: dict[str, Any]) -> Recipe:
 class Board:
     """What has run, what runs, and what comes next."""
 
-    def __init__(self, after: Path | None) -> None:
+    def __init__(self, after: Path | None, once: bool) -> None:
         self.rows: list[dict[str, Any]] = []
         self.given: set[Recipe] = set()
         self.first, self.middle, self.last = [*FIRST], [*MIDDLE], [*LAST]
         self.best: tuple[Recipe, dict[str, Any] | None] = (OURS, None)
-        if after:
+        if once:
+            self.first, self.middle, self.last = [*ONCE_FIRST], [*ONCE], []
+        elif after:
             self.first, self.middle, self.last = [], [*AFTER], []
-            for row in map(json.loads, after.read_text().splitlines()):
-                r = read(row["recipe"])
-                self.take(row["kind"], r, {**row, "recipe": r._asdict()})
+        for row in map(json.loads, after.read_text().splitlines() if after else []):
+            r = read(row["recipe"])
+            self.take(row["kind"], r, {**row, "recipe": r._asdict()})
+            if once and not row["cut"]:
+                self.given.add(r)
 
     def take(self, kind: str, r: Recipe, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -495,8 +552,10 @@ class Board:
         return next((row for row in self.rows if not row["cut"] and row["recipe"] == r._asdict()), None)
 
     def next(self, closing: bool) -> tuple[str, str, Recipe, Recipe | None] | None:
-        if self.first:
+        while self.first:
             name, r = self.first.pop(0)
+            if r in self.given:
+                continue
             self.given.add(r)
             kind = "climb" if r == OURS or name.startswith("ours, ") else "fixed"
             return name, kind, r, (OURS if kind == "climb" else None)
@@ -505,7 +564,12 @@ class Board:
             while queue:
                 kind, name, change = queue.pop(0)
                 best = self.best[0]
-                if change is None:
+                if kind == "rate":
+                    tried = [row for row in self.rows if row["recipe"]["adam"]]
+                    ends = {row["recipe"]["lr"]: row["bits"][-1][1] for row in tried}
+                    r = adamw(5e-4 if ends.get(1e-3, math.inf) < ends.get(2e-3, math.inf) else 4e-3)
+                    name = f"AdamW {r.lr:g}"
+                elif change is None:
                     gained = [row for row in self.rows if row["kind"] == kind and row.get("less", 0) < -0.001]
                     gained = [row for row in gained if kind == "alone" or "parts" not in row["change"]]
                     if not gained:
@@ -514,13 +578,14 @@ class Board:
                     for row in gained if kind == "feature" else [min(gained, key=lambda row: row["less"])]:
                         r = r._replace(**row["change"])
                     r = r._replace(seed=int(kind == "alone"))
-                elif kind == "fixed":
+                elif kind in ("fixed", "whole"):
                     r = change(best)
                 else:
                     r = best._replace(**change(best))
                 if r not in self.given:
                     self.given.add(r)
-                    return name, kind, r, (None if kind == "fixed" and name.startswith(("ours", "speed")) else best)
+                    alone = kind in ("whole", "rate") or (kind == "fixed" and name.startswith(("ours", "speed")))
+                    return name, kind, r, (None if alone else best)
         return None
 
 
@@ -533,12 +598,13 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=2, help="on each GPU")
     parser.add_argument("--gpus", type=int, default=2, help="0: the CPU")
     parser.add_argument("--after", type=Path, help="rows of an earlier call")
+    parser.add_argument("--once", action="store_true", help="read each sequence once, and run the arms of ONCE")
     asked = parser.parse_args()
     born, stop = time.time(), time.time() + asked.seconds
     asked.out.mkdir(parents=True, exist_ok=True)
-    need = 2 * (round(asked.steps * SEQUENCES / PASSES) * LENGTH + LENGTH + 1)
+    need = 2 * (round(asked.steps * SEQUENCES / (1 if asked.once else PASSES)) * LENGTH + LENGTH + 1)
     assert (asked.text / "train.bin").stat().st_size >= need, f"{asked.text}/train.bin: {need} bytes are needed"
-    spawn, board = multiprocessing.get_context("spawn"), Board(asked.after)
+    spawn, board = multiprocessing.get_context("spawn"), Board(asked.after, asked.once)
     running, took = dict[Any, Any](), list[float]()
     lanes = []
     for n in range(max(1, asked.gpus) * asked.lanes):
@@ -568,12 +634,11 @@ def main() -> None:
                     row["less_score"] = round(score(row) - score(parent), 5)
                 board.take(kind, r, row)
                 took.append(time.time() - since)
-            line = json.dumps(row, default=sorted)
-            print(line, flush=True)
             with (asked.out / "rows.jsonl").open("a") as file:
-                file.write(line + "\n")
+                file.write(json.dumps(row, default=sorted) + "\n")
+            print(row["at"], name, r.seed, row.get("error") or said(row), flush=True)
             # The first arms after an earlier call differ in their time, so the next may be as quick as the quickest.
-            lasts = (min if asked.after else max)(took[-4:], default=60.0)
+            lasts = (min if asked.after or asked.once else max)(took[-4:], default=60.0)
             left = stop - 6 - time.time()
             job = board.next(left < 2.0 * lasts) if left > 0.97 * lasts else None
             pipe.send(job and job[2])
