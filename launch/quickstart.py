@@ -105,7 +105,7 @@ def train_and_stop_in_the_middle(total_tokens: int) -> None:
     while launcher.poll() is None:
         seen = rows("train/loss")
         if seen and seen[-1]["tokens"] >= total_tokens // 2:
-            console.print("\n[bold yellow]half way: sending SIGTERM to the launcher and its processes")
+            console.print("\n[bold yellow]half way: SIGTERM to all. The ranks save, torchrun ends with a traceback")
             os.killpg(launcher.pid, signal.SIGTERM)
             launcher.wait()
             wait_until_released()

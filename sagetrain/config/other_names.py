@@ -44,7 +44,8 @@ _KEYS: dict[str, str] = {
         "data_parallel_sharding_strategy sharding_stage",
         "parallel.offload": "cpu_offload offload_optimizer offload_param offload_params optimizer_cpu_offload "
         "enable_cpu_offload fsdp_offload_params offload_policy zero_offload",
-        "parallel.engine": "fsdp fsdp2 use_fsdp use_torch_fsdp2 use_megatron_fsdp strategy distributed_type",
+        "parallel.zero_stage (3 is FSDP, by the default of parallel.engine)": "fsdp fsdp2 use_fsdp use_torch_fsdp2 "
+        "use_megatron_fsdp strategy distributed_type",
         "parallel.gradient_reduction": "grad_reduce_in_bf16 mixed_precision_reduce accumulate_allreduce_grads_in_fp32 "
         "communication_data_type reduce_dtype grad_reduce_in_fp32",
         "parallel.tensor_parallel_overlap": "tp_comm_overlap enable_async_tensor_parallel async_tp",

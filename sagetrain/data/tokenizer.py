@@ -29,7 +29,7 @@ _AROUND = 8
 _BEFORE = ("", "\n", "|", "a", "1")
 """Texts behind which another one is encoded, the first whose tokens end with it."""
 INSIDE = (
-    "it ends in white space that the tokenizer joins to the word behind it, and few texts that a model has learned "
+    "it ends in white space that the tokenizer joins to the next word, and few texts that a model has learned "
     "from have tokens that end there"
 )
 LEAVE_OUT = "leave the white space out, unless the model was trained on prompts that end so"

@@ -497,7 +497,7 @@ def test_the_guide_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyP
         code = block.replace('total_tokens": 20_000', 'total_tokens": 4096').replace("40_000", "8192")
         exec(code, known)
     assert len(known["watch"].losses) == 1 and not known["run"].finished and known["run"].tokens < 8192
-    assert (tmp_path / "first-hf/config.json").is_file()
+    assert (tmp_path / "stdlib-hf/config.json").is_file()
 
 
 def test_importing_costs_nothing_and_names_are_there() -> None:

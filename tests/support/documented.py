@@ -11,7 +11,7 @@ from sagetrain.config.check import check
 
 PROGRAMS = {"cp", "deepspeed", "git", "make", "pip", "python", "python3", "sagetrain", "sbatch", "torchrun"}
 
-WRITTEN = {"ft.yaml": "minimal"}
+WRITTEN = {"ft.yaml": "minimal", "more.yaml": "1b"}
 """Files that documented commands write, and what is checked in their place."""
 
 
