@@ -102,7 +102,7 @@ def _refuse(key: str, steps: TokensPerStepConfig, schedule: LrScheduleConfig) ->
 
 
 def _setting(key: str, value: float) -> str:
-    return f"{key}={value:g}" if abs(value) < 1e6 else f"{key}={value!r}"
+    return f"{key}={str(value).removesuffix('.0')}"  # A whole number is written without a point.
 
 
 def tune(

@@ -138,6 +138,13 @@ def test_the_values_fill_the_budget() -> None:
     assert [best(place) for place in (0, 2, 6)] == [every[:3], every[1:4], every[4:]]
 
 
+def test_whole_numbers_may_be_large(base: Path) -> None:
+    request = TuneRequest(str(base), "checkpoint.every_tokens=1e6:2e6", 10**9, LONG, 1)
+    search = request.search()
+    last = request.question(search, 0, search.values()).variants[-1]
+    assert last.overrides == ("checkpoint.every_tokens=2000000",)
+
+
 @pytest.mark.parametrize("losses", [(3.0, 3.1, 3.0), (3.0, math.inf, 3.1)])
 def test_losses_that_bend_the_other_way_have_no_range(losses: Sequence[float]) -> None:
     found = flatness(SEARCH, dict(zip(SEARCH.values()[2:5], losses, strict=True)), 0.01)
