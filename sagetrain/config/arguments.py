@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import inspect
 import math
@@ -70,7 +71,7 @@ def speak_python() -> None:
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function raise ConfigError if an argument is not of the type of its annotation. Its messages spell settings
-    as Python does."""
+    as Python does, and torch has its defaults meanwhile."""
     signature = inspect.signature(function)
     parameters = signature.parameters.items()
     annotations = {name: each.annotation for name, each in parameters if isinstance(each.annotation, str)}
@@ -88,11 +89,29 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         call = object()
         _under_way.add(call)
         try:
-            return function(*bound.args, **bound.kwargs)
+            with _defaults_of_torch():
+                return function(*bound.args, **bound.kwargs)
         finally:
             _under_way.discard(call)
 
     return _call
+
+
+def _defaults_of_torch() -> contextlib.ExitStack:
+    """Return the context in which torch computes as it does by default, whatever the caller has set: with gradients,
+    without autocast, and with new tensors in float32 on the CPU. A caller without torch has set nothing."""
+    stack = contextlib.ExitStack()
+    if torch := sys.modules.get("torch"):
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        # The context of a device is asked at every call of torch, so it is entered only where it changes something.
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+    return stack
 
 
 def check_fields(value: Any) -> None:

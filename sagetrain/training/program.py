@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def _trained(
     say: Callable[[str], None],
     own_process: bool,
 ) -> tuple[Path, Position, bool, dict[str, float]]:
-    latest, joined = Latest(), dist.is_initialized()
+    latest, joined, hook = Latest(), dist.is_initialized(), sys.excepthook
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     try:
         looks = looks_of(cfg)  # It may refuse the tasks, so it comes before ranks wait for each other.
@@ -126,6 +127,7 @@ def _trained(
         # The process group has this process as its only member.
         if not joined and dist.is_initialized() and dist.get_world_size() == 1:
             end_distributed()
+            sys.excepthook = hook  # torch has put its own before it, which names the rank.
             for name, value in variables.items():
                 if value is None:
                     os.environ.pop(name, None)

@@ -79,6 +79,22 @@ class Notes(api.Callback):
         self.seen.append(("end", position.step, finished))
 
 
+def test_what_a_program_sets_in_torch_changes_no_number(tmp_path: Path, corpus: Path) -> None:
+    def losses(name: str) -> list[float]:
+        changes = settings(corpus, tmp_path / name, **{"training.total_tokens": 512})
+        found, model = api.train("quickstart", changes).metrics, api.load_run(tmp_path / name)
+        return [found["train/loss"], found["valid/loss"], *model.score([("import ", "os")])]
+
+    expected = losses("plain")
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            assert losses("changed") == expected
+            assert torch.get_default_dtype() is torch.float16 and torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Broken(api.Callback):
     """A callback that fails in step 12 and counts the later calls."""
 
@@ -94,8 +110,9 @@ class Broken(api.Callback):
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, api.TrainingResult, Notes]:
     """A run that a program trained in its own process, which printed nothing of its own and left no variable."""
     run_dir, notes = tmp_path_factory.mktemp("api") / "run", Notes()
-    before = {*os.environ}
+    before, hook = {*os.environ}, sys.excepthook
     found = api.train("quickstart", settings(corpus, run_dir), callbacks=[notes])
+    assert sys.excepthook is hook  # torch would name the rank once more for each run.
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & ({*os.environ} - before)
     return run_dir, found, notes
 
