@@ -156,7 +156,8 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
         also = others[0][1] if len(others) == 1 else many(len(others), "other source")
         more = f", nor of {also}" if others else ""
         message = f"nothing is prepared: no .bin and .idx of {prefix}{more}, and no {cfg.data.tokenizer_path}"
-        yield _missing(required, key, prefix, message, _PREPARE)
+        fix = f"`sagetrain prepare YOUR_TEXT -o {prefix} --vocab-size 32000 --valid-fraction 0.005`, with your numbers"
+        yield _missing(required, key, prefix, message, fix)
         return
     for key, prefix in sources:
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
