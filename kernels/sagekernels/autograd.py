@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import backends, observe, reference
 from .backends import NAMED, default_recipe
-from .call import RECIPES, BackendName, BackwardCall, Call, Options, RecipeName, Saved, empty_terms
+from .call import RECIPES, BackendName, BackwardArguments, Call, Options, RecipeName, Saved
 from .casts import DTYPES
 from .forward import document_bounds_triton
 from .operators import LIBRARY, autocast_dtype, operator
@@ -247,29 +247,13 @@ def _forward_fake(*arguments) -> Eight:
     return o, *Saved(lse, q_codes, Codes.empty_for(call.k), mean, own).tensors
 
 
-def _backward(
-    do: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_codes: Tensor,
-    q_scale: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor,
-    sink_scores: Tensor,
-    bounds: Tensor | None,
-    causal: bool,
-    scale: float,
-    recipe: str,
-    backend: str | None,
-) -> Four:
+def _backward(*arguments) -> Four:
     """Return dq, dk and dv, contiguous, and the gradient of the sinks, which is empty if there are none."""
-    of_sinks = _empty_of_sinks(do, sink_scores)
+    given = BackwardArguments(*arguments)
+    do, v, of_sinks = given.do, given.v, _empty_of_sinks(given.do, given.sink_scores)
     if do.numel() == 0:  # Without a query, the gradients of keys and values are zeros.
         return *(torch.zeros(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v)), of_sinks.zero_()
-    saved = Saved.of(lse, q_codes, q_scale, k_codes, k_scale, k_mean, sink_scores)
-    call = BackwardCall(do, v, o, saved, bounds, causal, scale, recipe, backend, empty_terms(saved))
+    call = given.call()
     grads = backends.backward(call)
     if call.sink_terms is not None:
         of_sinks = -call.sink_terms.sum((0, 2))
@@ -294,7 +278,7 @@ def _document_bounds(cu_seqlens: Tensor, length: int, window: int | None = None)
 
 DOCUMENT_BOUNDS = operator(_document_bounds, lambda cu_seqlens, length, window=None: cu_seqlens.new_empty(2, length))
 FORWARD = operator(_forward, _forward_fake, Call)
-BACKWARD = operator(_backward, _backward_fake)
+BACKWARD = operator(_backward, _backward_fake, BackwardArguments)
 
 
 class _Attention(torch.autograd.Function):

@@ -59,7 +59,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, lse: Tensor, *others: Tensor) -> "Saved":
-        """Put together what `tensors` returned, for a call that has queries. The last tensor may be left out."""
+        """Put together what `tensors` returned, for a call that has queries."""
         q_codes, q_scale, k_codes, k_scale, *rest = others
         return cls(lse, Codes(q_codes, q_scale), Codes(k_codes, k_scale), *(x if x.numel() else None for x in rest))
 
@@ -101,6 +101,32 @@ class BackwardCall(NamedTuple):
     def queries(self) -> Tensor:
         """A tensor that has the shape, dtype and device of q."""
         return self.do
+
+
+class BackwardArguments(NamedTuple):
+    """What a BackwardCall is made of, in the order of the operators' arguments: the saved tensors one by one."""
+
+    do: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    q_codes: Tensor
+    q_scale: Tensor
+    k_codes: Tensor
+    k_scale: Tensor
+    k_mean: Tensor
+    sink_scores: Tensor
+    bounds: Tensor | None
+    causal: bool
+    scale: float
+    recipe: str
+    backend: str | None
+
+    def call(self) -> BackwardCall:
+        """Return the call, which has queries."""
+        saved = Saved.of(*self[3:10])
+        options = (self.bounds, self.causal, self.scale, self.recipe, self.backend)
+        return BackwardCall(self.do, self.v, self.o, saved, *options, empty_terms(saved))
 
 
 class Call(NamedTuple):

@@ -51,7 +51,7 @@ class Pool:
             # The allocator of pinned memory has ended a pool with its last graph, and refuses to begin it again.
             self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with _no_collection():
+        with no_collection():
             # Threads of loaders and of NCCL may go on meanwhile.
             graph.capture_begin(self._handle, capture_error_mode="thread_local")
             try:
@@ -131,8 +131,9 @@ def rehearsal() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing CUDA's events and graphs, which would make a capture invalid."""
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running: it would free CUDA's events and graphs, which makes a capture invalid,
+    and it takes time."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -6,7 +6,7 @@ therefore never waits for the device to count. A table of tiles, TILE rows of on
 rows have which weights. A sum over choices has a fixed order, so results have the same bits always.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -50,6 +50,16 @@ class Rows(NamedTuple):
     def tokens(self) -> Tensor:
         """Return the token of each row, int32 [R]; -1 where the row is empty."""
         return self.choice.div(self.slot.shape[1], rounding_mode="floor")
+
+
+class Moves(Protocol):
+    """Which choices are moved where, as Rows says it. There may be empty rows anywhere."""
+
+    @property
+    def choice(self) -> Tensor: ...
+
+    @property
+    def slot(self) -> Tensor: ...
 
 
 def plan_rows_twin(choices: Tensor, experts: int, room: int) -> Rows:
@@ -333,7 +343,7 @@ class _Moved(torch.autograd.Function):
         return _Moved.apply(grad, *ctx.saved_tensors, not ctx.gathers), None, None, None
 
 
-def gather(x: Tensor, rows: Rows) -> Tensor:
+def gather(x: Tensor, rows: Moves) -> Tensor:
     """Return the token of each row: [T, H] -> [R, H]. Empty rows are zeros. The gradient is that of `combine`.
 
     Args:
@@ -348,7 +358,7 @@ def gather(x: Tensor, rows: Rows) -> Tensor:
     return _Moved.apply(x, rows.choice, rows.slot, True)
 
 
-def combine(y: Tensor, rows: Rows) -> Tensor:
+def combine(y: Tensor, rows: Moves) -> Tensor:
     """Return the sum of each token's rows: [R, H] -> [T, H]. It is added up choice by choice in float32 and rounded
     once. Choices without a row add nothing. The gradient is that of `gather`.
 

@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from . import backends
 from .autograd import FORWARD, sage_attention, settled
-from .call import BackendName, BackwardCall, Options, Projection, ProjectionGradients, RecipeName, Saved
+from .call import BackendName, BackwardArguments, Options, Projection, ProjectionGradients, RecipeName
 from .operators import autocast_dtype, operator
 from .qk_norm_rope import QK_NORM_ROPE, check_projection, projection_gradients, qk_norm_rope
 from .refusals import differentiated_once, refuse_transforms
@@ -71,35 +71,11 @@ def _rows(x: Tensor, batch: int, head_dim: int) -> Tensor:
     return x.unflatten(1, (-1, head_dim)).unflatten(0, (batch, -1))
 
 
-def _normed_backward(
-    do: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_codes: Tensor,
-    q_scale: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor,
-    bounds: Tensor | None,
-    causal: bool,
-    scale: float,
-    recipe: str,
-    backend: str | None,
-    q: Tensor,
-    k: Tensor,
-    q_gain: Tensor,
-    k_gain: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> ProjectionGradients:
-    projection = Projection(q, k, q_gain, k_gain, cos, sin, eps)
-    saved = Saved.of(lse, q_codes, q_scale, k_codes, k_scale, k_mean)
-    call = BackwardCall(do, v, o, saved, bounds, causal, scale, recipe, backend)
-    if do.numel() == 0:
-        return projection_gradients((do, torch.zeros_like(v), torch.zeros_like(v)), projection)
-    return backends.projection(call, projection)
+def _normed_backward(*arguments) -> ProjectionGradients:
+    given, projection = BackwardArguments(*arguments[:-7]), Projection(*arguments[-7:])
+    if given.do.numel() == 0:
+        return projection_gradients((given.do, torch.zeros_like(given.v), torch.zeros_like(given.v)), projection)
+    return backends.projection(given.call(), projection)
 
 
 def _normed_backward_fake(do: Tensor, v: Tensor, *arguments) -> ProjectionGradients:
@@ -108,7 +84,7 @@ def _normed_backward_fake(do: Tensor, v: Tensor, *arguments) -> ProjectionGradie
     return v.new_empty(batch * tokens, (heads + 2 * kv_heads) * head_dim), q_gain.new_empty(2, head_dim)
 
 
-NORMED_BACKWARD = operator(_normed_backward, _normed_backward_fake)
+NORMED_BACKWARD = operator(_normed_backward, _normed_backward_fake, BackwardArguments, Projection)
 
 
 _NAMED = "normed_attention", "F.rms_norm, the rotation in torch and attention_reference"
@@ -123,7 +99,7 @@ class _NormedAttention(torch.autograd.Function):
         normed = QK_NORM_ROPE(q, k, q_gain, k_gain, cos, sin, eps)
         rows_q, rows_k = (x.unflatten(0, (batch, -1)) for x in normed)
         rows_v = _rows(v, batch, len(q_gain))
-        o, *saved, _ = FORWARD(rows_q, rows_k, rows_v, *options)
+        o, *saved = FORWARD(rows_q, rows_k, rows_v, *options)
         call = Options(*options)
         ctx.save_for_backward(v, o, *saved, call.bounds, q, k, q_gain, k_gain, cos, sin)
         ctx.options = batch, call.causal, call.scale, call.recipe, call.backend, eps

@@ -15,16 +15,17 @@ from torch import Tensor
 LIBRARY = torch.library.Library("sagekernels", "DEF")
 
 
-def operator(function: Callable, fake: Callable, arguments: type | None = None) -> torch._ops.OpOverload:
+def operator(function: Callable, fake: Callable, *arguments: type) -> torch._ops.OpOverload:
     """Register torch.ops.sagekernels.<name of the function>, with its types as the schema.
 
     fake: a function that makes empty results of the same arguments, for torch.compile.
-    arguments: a NamedTuple that lists the arguments of a function whose signature does not.
+    arguments: NamedTuples that list the arguments of a function whose signature does not.
     """
     name = function.__name__.strip("_")
-    if arguments is not None:
+    if arguments:
         returned = inspect.signature(function).return_annotation
-        function.__signature__ = inspect.signature(arguments).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        listed = [each for kind in arguments for each in inspect.signature(kind).parameters.values()]
+        function.__signature__ = inspect.Signature(listed, return_annotation=returned)  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(function, mutates_args=())
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")

@@ -15,14 +15,14 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from sagekernels.graphs import no_collection
 from sagekernels.matmul import Matmul
 from sagetrain.auto.timed_choice import TimeTable, decide, settle
 from sagetrain.checkpoint.state import SettledOverlap
@@ -170,7 +170,7 @@ def time_overlap(
             # inputs.
             compile_blocks(one, blocks_alone=True, dynamic=False)
     # Training does not collect what was made before its first step either.
-    with _no_garbage_collection():
+    with no_collection():
         for one in both.values():
             _seconds(one, count, inputs, _WARM_UP, device)
         windows = [
@@ -185,16 +185,6 @@ def time_overlap(
     blocks = sizes[-1] - sizes[0] or count
     whole = least[:, -1] if len(sizes) == 1 else least[:, 1] - least[:, 0]
     return dict(zip(both, (whole / blocks).tolist(), strict=True))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep Python's collector from looking through the models while they are timed."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _seconds(model: Transformer, blocks: int, inputs: Mapping[str, Any], count: int, device: torch.device) -> float:

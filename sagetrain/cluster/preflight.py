@@ -15,7 +15,6 @@ import os
 import platform
 import secrets
 import socket
-import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -33,7 +32,7 @@ import sagetrain
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.rendezvous import RanksMissing, by_host, ended_by_signals, ranges, where
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError, many
+from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError, many, to_stderr
 from sagetrain.config.schema import AttentionConfig, RunConfig, TrainingConfig
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.topology import Topology
@@ -59,11 +58,6 @@ _OF_USERS = (ConfigError, TrainingError)
 
 Row = dict[str, Any]
 _Say = Callable[[str], None]
-
-
-def to_stderr(text: str) -> None:
-    """Print a line on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def check_in(

@@ -195,6 +195,11 @@ def is_utf8(text: str) -> bool:
     return True
 
 
+def to_stderr(text: str) -> None:
+    """Print a line for people on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook, whose cells show a bar."""
     ipython = sys.modules.get("IPython")

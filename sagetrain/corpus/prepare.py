@@ -7,14 +7,13 @@ continued by the next one (journal.py).
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sagetrain.config.errors import in_notebook
+from sagetrain.config.errors import in_notebook, to_stderr
 from sagetrain.config.schema import TOKENIZER_NAME, tokenizer_in
 from sagetrain.corpus.counts import Counts
 from sagetrain.corpus.destination import Destination
@@ -67,7 +66,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     Raises:
         ConfigError: for everything that the caller can put right.
     """
-    begin, say = time.perf_counter(), hears or _to_stderr
+    begin, say = time.perf_counter(), hears or to_stderr
     request.check()
     there = Destination.of(request)
     corpus = Corpus(request, there.division, request.records)
@@ -134,10 +133,6 @@ def _made_from(
         | ({"prefix": prefix} if prefix else {})
         | ({} if records and records.templated else {"control_tokens": True})
     )
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _result(there: Destination, tokenizer: str, begin: float, already_there: bool) -> Prepared:

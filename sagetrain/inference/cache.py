@@ -60,9 +60,6 @@ class Cached(AttentionFunction):
     def wants(self, window: bool) -> Documents:
         return self._whole.wants(window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        return self.with_sinks(q, k, v, layout, None)
-
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         call = self._call
         if not self._k.numel():

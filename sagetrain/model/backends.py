@@ -158,7 +158,7 @@ class AttentionFunction:
         return Reference()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        raise NotImplementedError
+        return self.with_sinks(q, k, v, layout, None)
 
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         """Run the function with a sink for each head of q, [N]. The functions of WITH_SINKS have them."""
@@ -215,9 +215,6 @@ class Sage(AttentionFunction):
         products |= {"P^T dO", "dS K", "dS^T Q"} if recipe.int8_gradients else set()
         return frozenset(products)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        return self.with_sinks(q, k, v, layout, None)
-
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         q, k, v = as_rows(q, layout), as_rows(k, layout), as_rows(v, layout)
         o = sage_attention(
@@ -260,9 +257,6 @@ class Reference(AttentionFunction):
 
     def wants(self, window: bool) -> Documents:
         return "bounds" if window else "cu_seqlens"
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        return self.with_sinks(q, k, v, layout, None)
 
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         q, k, v = as_rows(q, layout), as_rows(k, layout), as_rows(v, layout)

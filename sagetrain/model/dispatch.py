@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, plan_rows
+from sagekernels.grouped import combine, gather, plan_rows
 from sagetrain.config.layout import by_rows
 from sagetrain.parallel.collectives import (
     exchange,
@@ -96,15 +96,14 @@ def _exchanged(
 
     def sent(x: Tensor, plan: _Places) -> Tensor:
         """Bring rows to the ranks of their choices: [rows, columns] -> [ranks x places, columns]."""
-        filled: Tensor = _Fill.apply(x, plan.choice, plan.slot)  # type: ignore[no-untyped-call]
-        return exchange(filled.unflatten(0, (ranks, -1)), group).flatten(0, 1)
+        return exchange(gather(x, plan).unflatten(0, (ranks, -1)), group).flatten(0, 1)
 
     factors = sent(weights.reshape(-1, 1), plan._replace(slot=plan.slot.view(-1, 1)))
     numbers = (choices % own).flatten()[plan.choice.clamp(min=0)].masked_fill(plan.choice < 0, -1)
     numbers = exchanged(numbers.view(ranks, -1), group).view(-1, 1)
     y = run(sent(x, plan), factors, plan_rows(numbers, own), ranks * tokens)
     y = exchange(y.unflatten(0, (ranks, -1)), group).flatten(0, 1)
-    return _Empty.apply(y, plan.choice, plan.slot), plan.lacking  # type: ignore[no-untyped-call]
+    return combine(y, plan), plan.lacking
 
 
 def _share(rows: int, room: int, groups: ParallelGroups) -> int:
@@ -133,34 +132,3 @@ def _places(to: Tensor, ranks: int, places: int) -> _Places:
     within = rows.slot - first[to]
     slot = torch.where(within < places, to * places + within, -1)
     return _Places(there.masked_fill(place >= rows.load[rank], -1), slot.int(), (rows.load > places).any())
-
-
-class _Fill(torch.autograd.Function):
-    """Copy rows to the places of their choices, and zeros to empty places."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, choice: Tensor, slot: Tensor) -> Tensor:
-        ctx.save_for_backward(slot)
-        made: Tensor = GATHER_ROWS(x, choice, slot.shape[1])
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slot,) = ctx.saved_tensors
-        return COMBINE_ROWS(grad.contiguous(), slot), None, None
-
-
-class _Empty(torch.autograd.Function):
-    """Return the sum of the places of each row's choices, one after the other in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, choice: Tensor, slot: Tensor) -> Tensor:
-        ctx.save_for_backward(choice)
-        ctx.top = slot.shape[1]
-        made: Tensor = COMBINE_ROWS(y, slot)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (choice,) = ctx.saved_tensors
-        return GATHER_ROWS(grad.contiguous(), choice, ctx.top), None, None

@@ -119,14 +119,11 @@ def linear_token_losses(
 
     The arguments are those of linear_cross_entropy, which returns the mean of these losses.
     """
-    matmul, statistics = matmul or Matmul(), _compiled_kernels()[0] if compiled else _statistics
+    matmul, judge = matmul or Matmul(), _Judge(groups, known, compiled, masked=True, loss=None)
     chunk, losses, kept = chunk or _chunk(hidden, weight), [], kept or matmul.keep((weight,))
     for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-        local, outside = local_ids(some_labels, weight.shape[0], groups)
         (logits,) = matmul.forward(matmul.operand(some), (weight,), kept)
-        _leave_out(logits, known, groups)
-        lse, target = statistics(logits, local)
-        losses.append(_token_losses(lse, target, outside, groups)[0].masked_fill(some_labels < 0, 0))
+        losses.append(judge(logits, some_labels)[0])
         del logits  # the next chunk's logits take its place
     return torch.cat(losses)
 

@@ -31,11 +31,10 @@ from sagetrain.cluster.failures import Failures
 from sagetrain.cluster.guard import StopSignal, Watchdog
 from sagetrain.cluster.interfaces import use_interface
 from sagetrain.cluster.join import init_distributed
-from sagetrain.cluster.preflight import to_stderr
 from sagetrain.cluster.rendezvous import ended_by_signals
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, to_stderr
 from sagetrain.config.layout import Layout
 from sagetrain.config.load import dump_config
 from sagetrain.config.rules.prepared import TEXT_PREFIX, chat_templates, prepared, text_prefixes

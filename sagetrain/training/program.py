@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,43 +93,36 @@ def train_here(
         for line in lines if rank == 0 else ():
             say(line)
         gc.collect()  # The traceback of an error has kept the run of an earlier call until now.
-        with alone(own_process):
-            found = _trained(cfg, findings, looks_of, callbacks, loss, tokens, say, own_process)
+        latest = Latest()
+
+        def trainer_of(stop: StopSignal | None) -> Trainer:
+            run = build(cfg, own_process=own_process, hears=say, tokens=tokens, loss=loss, stop=stop)
+            return Trainer(run, findings, *looks, [*callbacks, latest])
+
+        with alone(own_process), _process_group_of_its_own():
+            looks = looks_of(cfg)  # It may refuse the tasks, so it comes before ranks wait for each other.
+            trainer, finished = train_parts(trainer_of)
+            metrics, position = latest.everywhere(), trainer.position
+        del trainer
         gc.collect()  # The parts of a run refer to each other, and the caller may need their memory.
-        return found
+        return Path(cfg.training.run_dir), position, finished, metrics
     except ConfigError as error:
         if own_process and world_size > 1:
             preflight.stay_out(error)
         raise
 
 
-def _trained(
-    cfg: RunConfig,
-    findings: list[Finding],
-    looks_of: Callable[[RunConfig], tuple[Any, Any]],
-    callbacks: Sequence[Callback],
-    loss: OwnLoss | None,
-    tokens: SampleFunction | None,
-    say: Callable[[str], None],
-    own_process: bool,
-) -> tuple[Path, Position, bool, dict[str, float]]:
-    latest, joined, hook = Latest(), dist.is_initialized(), sys.excepthook
+@contextmanager
+def _process_group_of_its_own() -> Iterator[None]:
+    """Leave a process group that this process has joined meanwhile, alone, and the variables that name it."""
+    joined, hook = dist.is_initialized(), sys.excepthook
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     try:
-        looks = looks_of(cfg)  # It may refuse the tasks, so it comes before ranks wait for each other.
-
-        def trainer_of(stop: StopSignal | None) -> Trainer:
-            run = build(cfg, own_process=own_process, hears=say, tokens=tokens, loss=loss, stop=stop)
-            return Trainer(run, findings, *looks, [*callbacks, latest])
-
-        trainer, finished = train_parts(trainer_of)
-        metrics = latest.everywhere()
+        yield
     finally:
-        # The process group has this process as its only member.
         if not joined and dist.is_initialized() and dist.get_world_size() == 1:
             end_distributed()
             sys.excepthook = hook  # torch has put its own before it, which names the rank.
             for name, value in variables.items():
                 if value is None:
                     os.environ.pop(name, None)
-    return Path(cfg.training.run_dir), trainer.position, finished, metrics

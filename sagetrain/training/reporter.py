@@ -16,7 +16,7 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster.lifeline import death
-from sagetrain.cluster.preflight import to_stderr
+from sagetrain.config.errors import to_stderr
 from sagetrain.config.schema import LoggingConfig
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event

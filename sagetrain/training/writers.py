@@ -19,8 +19,7 @@ import torch
 from tqdm import tqdm
 
 from sagetrain import __version__
-from sagetrain.cluster.preflight import to_stderr
-from sagetrain.config.errors import in_notebook
+from sagetrain.config.errors import in_notebook, to_stderr
 from sagetrain.costs.hardware import PEAK_FLOPS, model_of
 from sagetrain.data.token_file import write_atomic
 from sagetrain.stability.controller import Event

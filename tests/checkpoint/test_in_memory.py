@@ -34,15 +34,11 @@ foreach_copy = torch._foreach_copy_
 LAYOUTS = [(2, 1), (1, 3), (1, 0)]
 
 
-def state_of(engine: Engine) -> list[torch.Tensor]:
-    return [shard.read(kind).clone() for shard in engine.owned() for kind in shard.kinds]
-
-
 def take(engine: Engine, copies: CopiesInMemory, step: int, published: int = 0) -> list[torch.Tensor]:
     """Take a step and a copy of the state, which is returned."""
     tiny.global_step(engine, step)
     copies.take(tiny.run_state(step, step * tiny.SEQ), published, rng_state())
-    found = state_of(engine)
+    found = tiny.state_of(engine)
     copies.settle()
     while copies.busy:
         time.sleep(0.01)
@@ -141,7 +137,7 @@ def world(root: str) -> None:
                 assert Reader(newest).state.step == expected, damage
                 load_engine(Reader(newest), restored, expected)
                 assert Reader(newest).rng(rank) is not None
-                assert all(map(torch.equal, state_of(restored), found[expected])), damage
+                assert all(map(torch.equal, tiny.state_of(restored), found[expected])), damage
                 # The run goes on, and copies again.
                 copies.prepare(restored.owned(), "{}")
                 take(restored, copies, expected + 1, published=7)

@@ -104,10 +104,6 @@ def leaf_is_fp32(engine: Engine) -> bool:
     return next(iter(engine.leaves().values())).dtype == torch.float32
 
 
-def masters(engine: Engine) -> list[Tensor]:
-    return [owned.read(kind).clone() for owned in engine.owned() for kind in owned.kinds]
-
-
 @contextmanager
 def broken(engine: Engine, kind: str, victim: int, draw: random.Random) -> Iterator[None]:
     """Flip a bit of a kind on one rank while a step of two micro-batches runs."""
@@ -174,7 +170,7 @@ def flips(trials: int) -> tuple[dict[str, list[int]], list[Any]]:
             named = first.pairs and steps.again(first)
             for place, more in enumerate((1, bool(first.pairs), named == [victim])):
                 found[kind][place] += more
-            assert all(map(torch.equal, masters(steps.engine), masters(clean.engine))), (stage, trial, kind)
+            assert all(map(torch.equal, tiny.state_of(steps.engine), tiny.state_of(clean.engine))), (stage, trial, kind)
     return found, after_the_sum(steps)
 
 

@@ -10,7 +10,8 @@ What a real capture would do wrong in silence, or end with an opaque error, is a
 - What the function does while it is recorded is undone, as a capture runs nothing.
 - `differences` finds the numbers that two recordings hold.
 
-Collectives of gloo are recorded as operators.
+Collectives of gloo are recorded as operators. Compiled code cannot be recorded: torch.compile leaves out every function
+that it meets under a dispatch mode, and with `fullgraph` that is an error then and ever after.
 """
 
 from __future__ import annotations
