@@ -104,7 +104,7 @@ class BackwardCall(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """What a BackwardCall is made of, in the order of the operators' arguments: the saved tensors one by one."""
+    """The arguments of a backward pass in the order of its operators, with the saved tensors one by one."""
 
     do: Tensor
     v: Tensor

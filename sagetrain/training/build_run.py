@@ -101,52 +101,41 @@ def build(
     files = check_parts(cfg, tokens, loss)
     times.ended("files checked")
     try:
-        return _built(cfg, files, times, own_process, hears, stop)
+        met = meet(cfg, files, own_process, hears, stop)
+        cfg, files = parts(cfg)[met.part], files.part(met.part)
+        times.ended("ranks met")
+        if cfg.profile is not None:
+            record_allocations(met.device)
+        compiled = compiles(cfg.training.compile, met.device)
+        with memory_explained(cfg, files.vocab_size):
+            settled = settle(
+                cfg,
+                Kept.by(met.checkpoint) if met.checkpoint and not met.begins_part else None,
+                files.train,
+                met.groups,
+                compiled=compiled,
+                vocab_size=padded_vocab_size(files.vocab_size),
+                device=met.device,
+                dtype=files.dtype,
+                folder=files.folder,
+                say=met.reporter.say,
+            )
+        times.ended("auto settled")
+        with memory_explained(settled.cfg, files.vocab_size):
+            engine = make_engine(settled, files, met)
+            times.ended("engine built")
+            resumed = resume(files, met, settled, engine)
+        run = assemble(files, met, settled, engine, resumed, times)
+        times.ended("state ready")
+        times.from_memory = met.from_memory
+        said = f"started in {sum(times.seconds.values()):.1f} s, log in {files.folder.log}"
+        met.reporter.say(said + "; the first step compiles" * compiled)
+        return run
     except BaseException:
         files.folder.release()
         raise
     finally:
         initialization.forget()
-
-
-def _built(
-    cfg: RunConfig,
-    files: CheckedFiles,
-    times: StartTimes,
-    own_process: bool,
-    hears: Callable[[str], None] | None,
-    stop: StopSignal | None,
-) -> Run:
-    """Run the acts that follow the first one, and note how long each took; collective."""
-    met = meet(cfg, files, own_process, hears, stop)
-    cfg, files = parts(cfg)[met.part], files.part(met.part)
-    times.ended("ranks met")
-    if cfg.profile is not None:
-        record_allocations(met.device)
-    with memory_explained(cfg, files.vocab_size):
-        settled = settle(
-            cfg,
-            Kept.by(met.checkpoint) if met.checkpoint and not met.begins_part else None,
-            files.train,
-            met.groups,
-            compiled=compiles(cfg.training.compile, met.device),
-            vocab_size=padded_vocab_size(files.vocab_size),
-            device=met.device,
-            dtype=files.dtype,
-            folder=files.folder,
-            say=met.reporter.say,
-        )
-    times.ended("auto settled")
-    with memory_explained(settled.cfg, files.vocab_size):
-        engine = make_engine(settled, files, met)
-        times.ended("engine built")
-        resumed = resume(files, met, settled, engine)
-    run = assemble(files, met, settled, engine, resumed, times)
-    times.ended("state ready")
-    times.from_memory = met.from_memory
-    compiled = "; the first step compiles" * compiles(run.cfg.training.compile, met.device)
-    met.reporter.say(f"started in {sum(times.seconds.values()):.1f} s, log in {files.folder.log}{compiled}")
-    return run
 
 
 # -- 1. check files ----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_start_that_fails_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         build_run, "check_parts", lambda *_: SimpleNamespace(folder=SimpleNamespace(release=lambda: None))
     )
-    monkeypatch.setattr(build_run, "_built", fails)
+    monkeypatch.setattr(build_run, "meet", fails)
     with pytest.raises(KeyError):
         build_run.build(cfg)
     go.set()
