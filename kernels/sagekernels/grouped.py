@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Moves(Protocol):
-    """Which choices are moved where, as Rows says it. There may be empty rows anywhere."""
+    """The choices of rows and the rows of choices, as in Rows, but with empty rows anywhere."""
 
     @property
     def choice(self) -> Tensor: ...
