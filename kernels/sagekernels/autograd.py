@@ -57,8 +57,8 @@ def sage_attention(
             first key and one past the last key of each query, then the first query and one past the last query of each
             key. All four rise. The portable kernels and the twin take these.
         window: a query sees so many tokens, its own included: it and the window - 1 before it. Without causal it also
-            sees the window - 1 behind it. There must be as many keys as queries, unless the window reaches over all
-            keys.
+            sees the window - 1 behind it, and there must be as many keys as queries, unless the window reaches over
+            all keys.
         sinks: [H], one more score of each head, whose value is zero: attention may leave a part of its weight there.
             They get gradients. float32 or any 16 bits; they are not cast under autocast.
         recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), or "scores" (Q K^T alone
@@ -138,9 +138,12 @@ def settled(
     check(q, k, v, causal, cu_seqlens, None if apart else bounds)
     if bounds is not None and window is not None:
         raise ValueError("give bounds or a window, not both: bounds are document_bounds(cu_seqlens, N, window)")
-    window = reference.hiding_window(window, q.shape[1], k.shape[1])
+    n_q, n_k = q.shape[1], k.shape[1]
+    window = reference.hiding_window(window, n_q, n_k, causal)
     if cu_seqlens is not None or window is not None:
-        bounds = document_bounds(cu_seqlens, q.shape[1], window, q.device)
+        bounds = document_bounds(cu_seqlens, n_k, window, q.device)
+        if n_q != n_k:
+            bounds, causal = reference.chunk_bounds(bounds, 1, n_k - n_q, n_q), False
     bounds = None if bounds is None else bounds.contiguous()
     return Options(bounds, causal, scale_of(q, scale), smooth_k, recipe, backend)
 
@@ -212,8 +215,7 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     """Raise TypeError or ValueError on sinks that do not fit q."""
     if sinks is None:
         return
-    if sinks.shape != q.shape[2:3]:
-        raise ValueError(f"sinks must be [{q.shape[2]}], one for each head of q, got shape {tuple(sinks.shape)}")
+    reference.check_shape_of_sinks(q, sinks)
     if sinks.dtype not in DTYPES:
         raise TypeError(f"sinks must be float32, bfloat16 or float16, got {sinks.dtype}")
     if sinks.device != q.device:

@@ -63,7 +63,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
     learnable_sink: Tensor | None = None,
@@ -78,7 +78,8 @@ def flash_attn_func(
         softmax_scale: the factor on the scores. Default: head_dim ** -0.5.
         causal: query i sees keys up to i + keys - tokens.
         window_size: (n, 0), which is causal, lets a query see n tokens before its own, (n, n) as many on both sides,
-            and -1 all of them. Others are refused. A window that leaves out keys needs as many of them as queries.
+            and -1 or None all of them. Others are refused. A window on both sides that leaves out keys needs as many of
+            them as queries.
         softcap: must be 0.
         deterministic: must be False where torch.use_deterministic_algorithms is not set, which decides.
         learnable_sink: [heads], one more score of each head, whose value is zero. It gets a gradient.
@@ -105,7 +106,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
     learnable_sink: Tensor | None = None,
@@ -140,10 +141,15 @@ def flash_attn_varlen_func(
 
 
 def _seen(
-    causal: bool, window_size: tuple[int, int], keys: int, dropout_p: float, softcap: float, deterministic: bool
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    keys: int,
+    dropout_p: float,
+    softcap: float,
+    deterministic: bool,
 ) -> dict[str, Any]:
     """Return `causal` and `window` of sage_attention, after refusing what it does not compute."""
-    left, right = window_size
+    left, right = (-1 if side is None else side for side in window_size)  # Version 4 says None where others say -1.
     if dropout_p:
         _refuse(f"dropout_p {dropout_p}", "set it to 0")
     if softcap:

@@ -23,7 +23,7 @@ from transformers.masking_utils import and_masks, bidirectional_mask_function, c
 
 from .autograd import document_bounds, sage_attention
 from .call import RECIPES, RecipeName
-from .reference import windowed
+from .reference import chunk_bounds, windowed
 from .refusals import one_of
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -110,6 +110,7 @@ def attention(
         bounds = _bounds_of_positions(others.get("position_ids"), batch, n_q, window)
     how: dict[str, Any] = {"causal": causal, "scale": scaling, "sinks": s_aux, "recipe": recipe}
     if bounds is None and cu_seqlens is None and shared is not None:
+        how["causal"] = n_q == n_k  # Bounds of a chunk of queries have it in them.
         return sage_attention(q, k, v, bounds=shared, **how), None
     if bounds is None:
         return sage_attention(q, k, v, cu_seqlens=cu_seqlens, window=window, **how), None
@@ -145,7 +146,8 @@ def document_mask(
     **_: Any,
 ) -> Tensor | None:
     """Return the bounds of documents of a batch, int32 [2, batch * tokens], from the description of transformers.
-    Bounds of a window without documents are [2, 1, tokens], because all rows share them.
+    Bounds of a window without documents are [2, 1, tokens], because all rows share them. Behind the tokens of a cache
+    they are those of the queries, and then those of the keys.
 
     Args:
         mask_function: the mask without padding: causal or bidirectional, inside of packed documents if there are any.
@@ -166,8 +168,6 @@ def document_mask(
             raise _refused("this model's mask", "take a model with causal or bidirectional attention")
     window = None
     if local_size is not None and local_size < kv_length:
-        if q_length != kv_length:
-            raise _refused(f"a window of {local_size} where there are other keys than queries", _GENERATE)
         window = _window_of(config, local_size, kv_length, mask_function, device)
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise _refused("attention over a cache of fixed length", _GENERATE)
@@ -184,7 +184,12 @@ def document_mask(
             raise _refused("padding of an encoder whose tokens a decoder attends to", "take batches of one length")
         starts = padded if starts is None else starts if padded is None else starts | padded
     if starts is None:
-        return None if window is None else document_bounds(None, kv_length, window, device).unsqueeze(1)
+        if window is None:
+            return None
+        bounds = document_bounds(None, kv_length, window, device)
+        if q_length != kv_length:
+            bounds = chunk_bounds(bounds, 1, kv_length - q_length, q_length)
+        return bounds.unsqueeze(1)
     if q_length != kv_length:
         raise _refused("padding where there are other keys than queries (a cache, cross-attention)", _GENERATE)
     return bounds_of(starts, window)

@@ -71,21 +71,41 @@ def windowed(bounds: Tensor, window: int) -> Tensor:
 
 def check_window(window: int | None) -> None:
     """Raise an error if the window is not a whole number above 0, or None."""
-    if isinstance(window, float):
-        raise TypeError(f"window must be a whole number of tokens, got {window}")
+    if isinstance(window, (bool, float, str)):
+        raise TypeError(f"window must be a whole number of tokens, got {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 (a query sees its own token), got {window}")
 
 
-def hiding_window(window: int | None, n_q: int, n_k: int) -> int | None:
+def hiding_window(window: int | None, n_q: int, n_k: int, causal: bool) -> int | None:
     """Return the window, or None if it hides no key. Raises TypeError if it is no whole number, and ValueError if it is
-    below 1, or hides keys where there are not as many of them as queries."""
+    below 1, or hides keys from queries whose places among them are not known."""
     check_window(window)
     if window is None or window >= n_k:
         return None
-    if n_q != n_k:
-        raise ValueError(f"a window of {window} needs as many keys as queries, got {n_k} keys, {n_q} queries")
+    if n_q != n_k and not causal:
+        raise ValueError(f"without causal a window of {window} needs as many keys as queries, got {n_k} and {n_q}")
     return window
+
+
+def check_shape_of_sinks(q: Tensor, sinks: Tensor) -> None:
+    """Raise ValueError unless there is one sink for each head of q."""
+    if sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must be [{q.shape[2]}], one for each head of q, got shape {tuple(sinks.shape)}")
+
+
+def chunk_bounds(bounds: Tensor, sequences: int, first: int, size: int) -> Tensor:
+    """Return the bounds, int32 [2, B size + B (first + size)], of a chunk of `size` queries from `first` on, and of the
+    keys up to the last of them, from those of all tokens of B sequences. Causality is in them too."""
+    end = first + size
+    length = bounds.shape[1] // sequences
+    rows = torch.arange(sequences, dtype=torch.int32, device=bounds.device).unsqueeze(1)
+    tokens = torch.arange(length, dtype=torch.int32, device=bounds.device)
+    starts, ends = (bounds.view(2, sequences, length) - length * rows).unbind()  # in the sequence of each token
+    of_queries = [end * rows + x[..., first:end] for x in (starts, (tokens + 1).expand_as(starts))]
+    seen = tokens[:end].expand(sequences, -1), ends[:, :end]
+    of_keys = [size * rows + (x - first).clamp(0, size) for x in seen]
+    return torch.stack([torch.cat((a.flatten(), b.flatten())) for a, b in zip(of_queries, of_keys, strict=True)])
 
 
 def visible(
@@ -153,9 +173,12 @@ def attention_reference(
 
     qg = _grouped(q.transpose(1, 2), h_kv)
     kg, vg = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
-    window = hiding_window(window, n_q, n_k)
+    window = hiding_window(window, n_q, n_k, causal)
     if bounds is None and (cu_seqlens is not None or window is not None):
-        bounds = document_bounds(one_document(n_q, q.device) if cu_seqlens is None else cu_seqlens, n_q, window)
+        bounds = document_bounds(one_document(n_k, q.device) if cu_seqlens is None else cu_seqlens, n_k, window)
+        bounds = bounds[:, n_k - n_q :]
+    if sinks is not None:
+        check_shape_of_sinks(q, sinks)
     own = None if sinks is None else sinks.view(h_kv, -1, 1, 1)
     outputs = []
     chunks = _chunks(n_q, n_k, q.shape[0] * q.shape[2])

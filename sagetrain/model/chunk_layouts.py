@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
+from sagekernels.reference import chunk_bounds
 from sagetrain.model.backends import Documents, TokenLayout
 
 
@@ -28,24 +28,10 @@ def _chunk(layout: TokenLayout, wanted: Collection[Documents], length: int, firs
     if cu_seqlens is None:
         cu_seqlens = length * torch.arange(sequences + 1, dtype=torch.int32, device=device)
     elif layout.bounds is not None:
-        bounds = _chunk_bounds(layout.bounds, sequences, first, size)
+        bounds = chunk_bounds(layout.bounds, sequences, first, size)
     if "mask" in wanted:
         whole = torch.ones(1, 1, length, end, dtype=torch.bool, device=device).tril() if mask is None else mask
         mask = whole[:, :, first:end, :end]
     row, place = cu_seqlens // length, cu_seqlens % length
     varlen = row * size + (place - first).clamp(0, size), row * end + place.clamp(max=end)
     return layout._replace(cu_seqlens=None, bounds=bounds, mask=mask, varlen=varlen)
-
-
-def _chunk_bounds(bounds: Tensor, sequences: int, first: int, size: int) -> Tensor:
-    """Return the bounds, int32 [2, B * size + B * (first + size)], of the queries from `first` on and of the keys up to
-    the last of them, from those of all B * S tokens. Causality is in them too."""
-    end = first + size
-    length = bounds.shape[1] // sequences
-    rows = torch.arange(sequences, dtype=torch.int32, device=bounds.device).unsqueeze(1)
-    tokens = torch.arange(length, dtype=torch.int32, device=bounds.device)
-    starts, ends = (bounds.view(2, sequences, length) - length * rows).unbind()  # in the sequence of each token
-    of_queries = [end * rows + x[..., first:end] for x in (starts, (tokens + 1).expand_as(starts))]
-    seen = tokens[:end].expand(sequences, -1), ends[:, :end]
-    of_keys = [size * rows + (x - first).clamp(0, size) for x in seen]
-    return torch.stack([torch.cat((a.flatten(), b.flatten())) for a, b in zip(of_queries, of_keys, strict=True)])

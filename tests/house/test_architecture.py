@@ -171,7 +171,13 @@ def test_only_these_files_import_kernels():
     users = {name_of(path) for path in SOURCES
              if "sagekernels" in roots({name for name in imports(path) if not name.startswith(values)})}  # fmt: skip
     users -= {name_of(path) for path in below("kernels/sagekernels")}
-    attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
+    attention = (
+        "model/backends",
+        "model/chunk_layouts",
+        "model/selection",
+        "stability/monitor",
+        "stability/linear_errors",
+    )
     choices = ("auto/ahead", "auto/attention_choice", "auto/kept", "auto/linear_choice", "auto/timed_choice")
     names = (
         *attention,

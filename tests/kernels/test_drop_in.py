@@ -44,13 +44,16 @@ def test_packed_documents_and_windows_that_leave_out_nothing() -> None:
     ]
     assert close(found, torch.cat([x.transpose(0, 1) for x in expected]), [q, k, v])
     causal = sagekernels.flash_attn_func(q[None], k[None], v[None], causal=True)
-    for window in ((-1, 0), (40, 0), (39, 0)):
+    for window in ((-1, 0), (None, 0), (40, 0), (39, 0)):
         assert torch.equal(sagekernels.flash_attn_func(q[None], k[None], v[None], window_size=window), causal)
 
 
-@pytest.mark.parametrize(("window", "causal"), [((9, 0), True), ((9, -1), True), ((9, 0), False), ((9, 9), False)])
-def test_windows_and_sinks(window: tuple[int, int], causal: bool) -> None:
-    """(left, 0) is causal whatever `causal` says, and a sink is a key of its own without a value."""
+@pytest.mark.parametrize(
+    ("window", "causal"),
+    [((9, 0), True), ((9, -1), True), ((9, None), True), ((9, 0), False), ((9, 9), False)],
+)
+def test_windows_and_sinks(window: tuple[int, int | None], causal: bool) -> None:
+    """(left, 0) is causal whatever `causal` says, None is -1, and a sink is a key of its own without a value."""
     q, k, v = tensors(40, 4, 16)
     sinks = torch.tensor([0.0, 1.0, 2.0, 3.0], requires_grad=True)
     i = torch.arange(40)

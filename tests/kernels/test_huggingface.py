@@ -115,6 +115,18 @@ def test_windows_and_sinks_are_those_of_transformers(family: str) -> None:
         assert len(of_sinks) == 2 * (family == "GptOss") and all(each.all() for each in of_sinks)
 
 
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_text_is_read_in_pieces_behind_a_cache(family: str) -> None:
+    """The cache of a layer with a window is longer than the piece, and shorter than the text."""
+    model = model_of(family, sliding_window=5, **WINDOWED[family])
+    with torch.no_grad():
+        model.set_attn_implementation("sage")
+        cache = model(IDS[:, :9], use_cache=True).past_key_values
+        found = model(IDS[:, 9:], past_key_values=cache).logits
+        model.set_attn_implementation("eager")
+        assert 0 < apart(found, model(IDS).logits[:, 9:]) < 0.03
+
+
 def test_encoders_see_both_sides_and_no_padding() -> None:
     model = model_of("Bert")
     for mask in (RIGHT, LEFT):

@@ -27,6 +27,7 @@ SHAPES = [
     Shape(2, 200, 200, 4, 2, 32, window=70),
     Shape(1, 333, 333, 2, 1, 64, documents=(5, 0, 125, 203, 0, 0), window=40),
     Shape(1, 200, 200, 2, 1, 32, causal=False, documents=(5, 0, 125, 70), window=33),
+    Shape(2, 70, 200, 2, 1, 32, window=40),
 ]
 
 
@@ -362,8 +363,9 @@ MISTAKES = [
     ((x(1, 4, 2, 32),) * 3, {"cu_seqlens": x(3, dtype=INT32)}, ValueError, "must rise from 0 to 4"),
     ((x(1, 4, 2, 32),) * 3, {"window": 0}, ValueError, "window must be at least 1 .a query sees its own token., got 0"),
     ((x(1, 4, 2, 32),) * 3, {"window": 2.5}, TypeError, "window must be a whole number of tokens, got 2.5"),
+    ((x(1, 4, 2, 32),) * 3, {"window": "4"}, TypeError, "window must be a whole number of tokens, got '4'"),
     ((x(1, 4, 2, 32),) * 3, {"window": 2, "bounds": x(2, 4, dtype=INT32)}, ValueError, "bounds or a window, not both"),
-    ((x(1, 4, 2, 32), *[x(1, 6, 2, 32)] * 2), {"window": 5}, ValueError, "a window of 5 needs as many keys as queries"),
+    ((x(1, 4, 2, 32), *[x(1, 6, 2, 32)] * 2), {"window": 5, "causal": False}, ValueError, "a window of 5 needs"),
     ((x(1, 4, 2, 32), *[x(1, 6, 2, 32)] * 2), {"bounds": x(2, 4, dtype=INT32)}, ValueError, "bounds need as many keys"),
     ((x(1, 4, 2, 32), x(1, 4, 2, 32).to("meta"), x(1, 4, 2, 32)), {}, ValueError, "must be on one device"),
 ]
@@ -373,6 +375,11 @@ MISTAKES = [
 def test_mistakes_say_what_is_supported(tensors, options, kind, message):
     with pytest.raises(kind, match=message):
         sage_attention(*tensors, **options)
+
+
+def test_the_reference_takes_one_sink_for_each_head():
+    with pytest.raises(ValueError, match=r"sinks must be \[4\], one for each head of q, got shape \(2,\)"):
+        attention_reference(x(1, 4, 4, 32), *[x(1, 4, 2, 32)] * 2, sinks=torch.zeros(2))
 
 
 def test_attention_reference_keeps_dtype_and_grouped_heads():

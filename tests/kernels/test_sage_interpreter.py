@@ -42,7 +42,8 @@ else:
         qk_norm_rope_twin,
     )
     from sagekernels.quantize import in_half_units, quantize_triton, quantize_twin, token_mean, transpose_codes
-    from sagekernels.reference import document_bounds, twin_backward, twin_forward
+    from sagekernels.reference import chunk_bounds as last_queries
+    from sagekernels.reference import document_bounds, one_document, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton, swiglu_triton
     from sagekernels.testing import Shape, random_inputs, random_sinks, rel_l2
 
@@ -104,6 +105,10 @@ else:
         q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
         call = call_of(shape, q, k, v, recipe)
         check(call._replace(bounds=chunk_bounds(45, 115, ((30, 60, 1, 24), (50, 65)))), do)
+        shape = Shape(2, 70, 200, 2, 1, 32, causal=False)
+        windowed = last_queries(document_bounds(one_document(200, None), 200, 40), 1, 130, 70)
+        q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
+        check(call_of(shape, q, k, v, recipe)._replace(bounds=windowed), do)
 
     @pytest.mark.parametrize("shape", [
         Shape(1, 300, 300, 1, 1, 128, documents=(5, 0, 70, 1, 124, 100)),
