@@ -234,6 +234,7 @@ class Trainer:
             elif finished:
                 over = "" if state.tokens == total else f": whole steps for training.total_tokens {total:,}"
                 self._say(f"{where} tokens{over}")
+                self._say(f"next: sagetrain eval {self.cfg.training.run_dir}, or generate, report and export")
             else:
                 self._say(f"{where} of {total:,} tokens; started again, the run continues")
         run.loader.close()
