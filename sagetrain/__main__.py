@@ -28,6 +28,9 @@ def program() -> NoReturn:
         # In such a locale (LC_ALL=C beside PYTHONUTF8=0) every letter beyond ASCII would be half of a surrogate pair.
         os.environ["PYTHONUTF8"] = "1"  # Ranks and workers inherit it.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # It was closed (2>&-), and the next file to be opened would take its place.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupted)

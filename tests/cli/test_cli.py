@@ -44,6 +44,14 @@ def test_the_package_and_the_launchers_script_can_be_run(words: list[str]) -> No
     assert " torch\n" not in done.stderr  # A mistake is told before torch is imported.
 
 
+@pytest.mark.parametrize(("closed", "words", "code"), [
+    ("0<&- 1>&-", "config quickstart", 0), ("0<&- 1>&- 2>&-", "plan none.yaml", 2)
+])  # fmt: skip
+def test_closed_streams_are_none_of_its_concern(closed: str, words: str, code: int) -> None:
+    done = command("sh", "-c", f'exec "$0" -m sagetrain {words} {closed}', sys.executable)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 PROGRAM = """
 import gc, json, os, signal, sys, threading
 from sagetrain.__main__ import main
