@@ -17,7 +17,7 @@ from sagekernels.qk_norm_rope import qk_norm_rope
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, Projected, TokenLayout
 from sagetrain.model.norm import RMSNorm
-from sagetrain.model.rotary import apply_rotary
+from sagetrain.model.rotary import apply_rotary, length_of
 from sagetrain.parallel.collectives import gather_heads, gather_sequences, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
@@ -64,6 +64,8 @@ class Attention(nn.Module):
         self.head_dim = layer.attention.head_dim
         self.window = layer.attention.reach.window
         self.qk_norm = layer.attention.qk_norm
+        rope = layer.attention.reach.rope
+        self._length = length_of(rope.scaling, rope.stretch)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         how = {"sequence_parallel": sequence_parallel, **place}
         qkv, out = layer.attention.linear_layers(layer.hidden, 1).values()
@@ -120,6 +122,8 @@ class Attention(nn.Module):
         q_TNK, k_TMK = apply_rotary(q_TNK, cos, sin), apply_rotary(k_TMK, cos, sin)
         if q_norm is not None and k_norm is not None and self.qk_norm == "after_rope":
             q_TNK, k_TMK = q_norm(q_TNK, gains.get(q_norm)), k_norm(k_TMK, gains.get(k_norm))
+            if self._length != 1:  # Norms have undone the rotation's.
+                q_TNK, k_TMK = q_TNK * self._length, k_TMK * self._length
         return q_TNK, k_TMK, v_TMK
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, gains: dict[RMSNorm, Tensor]) -> Tensor:

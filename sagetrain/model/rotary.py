@@ -30,15 +30,19 @@ def rotary_tables(
     if head_dim % 2:
         raise ValueError(f"the rotary embedding needs an even head_dim, not {head_dim}")
     pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
-    frequencies, length = theta ** (-2 * pairs / head_dim), stretch
+    frequencies, length = theta ** (-2 * pairs / head_dim), length_of(scaling, stretch)
     if scaling is not None:
         kept = _kept(scaling, pairs, head_dim, theta).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-        # The length applies to q and k alike, so their products grow by its square.
-        if scaling.type == "yarn":
-            length *= scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1)) + 1
     angles = positions.double().unsqueeze(-1) * frequencies
     return (length * angles.cos()).float().unsqueeze(1), (length * angles.sin()).float().unsqueeze(1)
+
+
+def length_of(scaling: RopeScaling | None, stretch: float) -> float:
+    """Return the factor by which the rotation lengthens q and k, so that scores grow by its square."""
+    if scaling is None or scaling.type != "yarn":
+        return stretch
+    return stretch * (scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1)) + 1)
 
 
 def _kept(scaling: RopeScaling, pairs: Tensor, head_dim: int, theta: float) -> Tensor:

@@ -82,6 +82,15 @@ def test_keys_of_a_part_are_those_of_its_stage() -> None:
     assert "or tokens_per_step.stages.1.micro_batch_size 2" in found["tokens_per_step.stages.1.tokens"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(8192, []), (65536, ["the longest tokens_per_step.stages.seq_length 32768"])]
+)
+def test_a_window_counts_where_any_stage_is_longer(tokens: int, said: list[str]) -> None:
+    found = check(config(model={"windows": {"tokens": tokens, "pattern": "WF"}}), 1, files=False)
+    whys = [f.message.removeprefix("has no effect with ") for f in found if f.key == "model.windows.tokens"]
+    assert whys == said
+
+
 def test_plan_has_memory_and_time_of_each_part() -> None:
     plan = make_plan(config(), [], 1, H200)
     (later,) = plan.later

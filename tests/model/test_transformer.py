@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import tiny
 from llama_reference import reference_loss
 from sagekernels import attention_reference
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 from sagetrain.model import initialization, walks
 from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, TokenLayout, find_varlen_attn, token_layout
 from sagetrain.model.compile import compile_blocks
@@ -428,6 +428,22 @@ def test_rotary_is_exact_far_out_and_relative() -> None:
     torch.testing.assert_close((rotated[1] * rotated[2]).sum(-1), (near[0] * near[1]).sum(-1), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="even head_dim, not 5"):
         rotary_tables(positions, 5, 10000.0, None)
+
+
+@pytest.mark.parametrize("qk_norm", ["before_rope", "after_rope"])
+def test_norms_leave_q_and_k_as_long_as_the_rotation_makes_them(qk_norm: str) -> None:
+    """The factors of YaRN and of query_scale are behind the norms, whatever the order of norm and rotation."""
+    yarn = RopeScaling(type="yarn", factor=2.0, original_seq_length=8, attention_factor=1.5)
+    shape = SHAPES["plain"].model_copy(update={"rope_scaling": yarn, "query_scale": 64})
+    attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
+    layer = tiny.transformer(shape, attention, vocab_size=VOCAB, groups=SINGLE).blocks[0].attention
+    tables = rotary_tables(torch.arange(5), shape.head_dim, 1e4, yarn, (shape.head_dim / 64) ** 0.25)
+    q, k, _ = layer.project(torch.randn(5, shape.hidden_size), *tables, {})
+    for x in (q, k):
+        length = x.square().mean(-1).sqrt()
+        torch.testing.assert_close(
+            length, torch.full_like(length, 1.5 * (shape.head_dim / 64) ** 0.25), rtol=1e-3, atol=0
+        )
 
 
 def test_attention_is_compiled_for_one_model_after_another() -> None:

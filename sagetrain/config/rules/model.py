@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import WITH_SINKS
 from sagetrain.config.rules.findings import About, divisors, no_effect
+from sagetrain.config.run_parts import lengths_of
 from sagetrain.config.schema import ModelConfig, RunConfig
 
 
@@ -91,5 +92,9 @@ def _windows(cfg: RunConfig) -> Iterator[Finding]:
     if "W" not in windows.pattern[: cfg.model.num_layers]:
         first = f"the first {cfg.model.num_layers} letters, one a layer, have no W"
         yield no_effect("model.windows.pattern", windows.pattern, first)
-    elif windows.tokens >= cfg.data.seq_length:
-        yield no_effect("model.windows.tokens", windows.tokens, f"data.seq_length {cfg.data.seq_length}")
+        return
+    stages = schedule.stages if (schedule := lengths_of(cfg)) else []
+    longest = max(stage.seq_length or 0 for stage in stages) if stages else cfg.data.seq_length
+    if windows.tokens >= longest:
+        key = "the longest tokens_per_step.stages.seq_length" if stages else "data.seq_length"
+        yield no_effect("model.windows.tokens", windows.tokens, f"{key} {longest}")
