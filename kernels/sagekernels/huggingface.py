@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function
 
 from .autograd import document_bounds, sage_attention
@@ -160,9 +160,14 @@ def document_mask(
         None where every token sees the whole row, or all of it up to itself.
 
     Raises:
-        NotImplementedError: the mask is another one.
+        NotImplementedError: the mask is another one, or the model asks for no attention implementation.
         ValueError: padding lies between tokens of a row.
     """
+    if not _asks(type(config)):
+        raise NotImplementedError(
+            f"{type(config).__name__}: the model has an attention of its own and asks for no other, "
+            'attn_implementation="sage" included: leave attn_implementation out'
+        )
     if use_vmap or mask_function not in (causal_mask_function, bidirectional_mask_function):
         if use_vmap or getattr(mask_function, "__code__", None) is not _INTERSECTION:
             raise _refused("this model's mask", "take a model with causal or bidirectional attention")
@@ -193,6 +198,22 @@ def document_mask(
     if q_length != kv_length:
         raise _refused("padding where there are other keys than queries (a cache, cross-attention)", _GENERATE)
     return bounds_of(starts, window)
+
+
+@torch.compiler.assume_constant_result
+def _asks(config: type) -> bool:
+    """Return whether models of a class of configurations ask for an attention implementation. Others add the mask to
+    their own scores, where no mask would mean that every token sees all others. Unknown models are taken to ask."""
+    return _known_to_ask(config)
+
+
+@functools.cache
+def _known_to_ask(config: type) -> bool:
+    classes: list[type[PreTrainedModel]] = [PreTrainedModel]
+    for each in classes:
+        classes += each.__subclasses__()
+    models = [each for each in classes if each.config_class is config]
+    return not models or any(each._supports_attention_backend or each._supports_sdpa for each in models)
 
 
 def _window_of(
