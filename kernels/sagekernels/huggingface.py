@@ -200,7 +200,7 @@ def document_mask(
     return bounds_of(starts, window)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _asks(config: type) -> bool:
     """Return whether models of a class of configurations ask for an attention implementation. Others add the mask to
     their own scores, where no mask would mean that every token sees all others. Unknown models are taken to ask."""
