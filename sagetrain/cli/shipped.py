@@ -12,7 +12,7 @@ import typer
 from sagetrain.cli.exits import Errors, warn
 from sagetrain.config.errors import ConfigError
 
-_FINETUNE = "Fine-tunes a run or a Hugging Face folder (--model) on prepared records or text (--data)"
+_FINETUNE = "Goes on from a run or a Hugging Face folder (--model) on prepared text, chats or prompts (--data)"
 
 
 def _names(incomplete: str) -> list[str]:

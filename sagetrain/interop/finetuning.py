@@ -150,7 +150,7 @@ def _token_files(data: Path, model: Path) -> tuple[list[Path], list[Path]]:
         f"--data {data}: {what}: name token files, without .bin and .idx, or their folder. From chats (prompts: "
         f"--prompt-field and --completion-field): sagetrain prepare {data if data.is_file() else 'chats.jsonl'} "
         f"-o data/{data.stem}/train --tokenizer {_tokenizer(model)} --chat-field messages --seq-length {_LONGEST} "
-        "--valid-fraction 0.02"
+        "--valid-fraction 0.02. For plain text leave --chat-field and --seq-length out"
     )
 
 
