@@ -210,7 +210,7 @@ def _not_recorded(cfg: RunConfig, lone: bool) -> Refusal | None:
         (stage > 2 and cfg.model.experts is not None, "parallel.zero_stage", stage,
          "hooks gather the experts of a block in every micro-step", "use 0 to 2"),
         (parallel.offload != "none", "parallel.offload", parallel.offload, "gradients leave the GPU", "use none"),
-        (cfg.training.activation_offload, "training.activation_offload", "true", "activations leave the GPU",
+        (cfg.training.activation_offload, "training.activation_offload", True, "activations leave the GPU",
          "use false"),
         (stage > 1 and stages > 1, "parallel.pipeline_parallel_size", stages,
          f"hooks of FSDP2 run in every pass at zero_stage {stage}", "use 1, or zero_stage 1"),

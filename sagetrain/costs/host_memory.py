@@ -108,7 +108,7 @@ def host_memory_finding(
     if need <= usable:
         return None
     if cfg.training.activation_offload:
-        about = About("host_memory", "training.activation_offload", "true")
+        about = About("host_memory", "training.activation_offload", True)
         fix = "use more context-parallel ranks, or more memory in each host (--host-memory of `sagetrain plan`)"
         fix += ", or activation_checkpointing full" * (cfg.training.activation_checkpointing == "attention")
     elif cfg.parallel.offload == "none":

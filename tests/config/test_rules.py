@@ -107,7 +107,7 @@ CASES = [
     ({"model": {"experts": {**EXPERTS, "balance": {"aux_weight": 0}}}}, 1,
      "router_not_balanced", "warning", "model.experts.balance.aux_weight", "send most tokens to a few", "bias_rate 0.001"),
     ({"model": {"experts": EXPERTS}, "parallel": {"tensor_parallel_size": 2}}, 2,
-     "not_proven_with_experts", "error", "parallel.sequence_parallel", "was not proven", "use true, or a dense"),
+     "not_proven_with_experts", "error", "parallel.sequence_parallel", "false: was not proven", "use true, or a dense"),
     ({"model": {"experts": EXPERTS}, "parallel": {"expert_parallel_size": 2}}, 3,
      "expert_parallel_split", "error", "parallel.expert_parallel_size", "2: does not divide 8 experts (model.experts.number) and 3 ranks", "use 1"),
     ({"model": {"experts": EXPERTS}, "parallel": {"expert_parallel_size": 2, "pipeline_parallel_size": 2}}, 2,
