@@ -8,6 +8,8 @@ import transformers
 
 import saved_runs
 from on_gpu import needs_gpu
+from prepare_inputs import TEXTS
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run
@@ -18,6 +20,14 @@ from sagetrain.parallel.topology import ParallelGroups
 pytestmark = needs_gpu()
 
 PROMPTS = ["a", "the quick brown fox", "", "b c d e f", "the quick"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model file of 350 tokens, as the one of the conftest, which `make test-gpu` leaves out."""
+    path = tmp_path_factory.mktemp("tokenizer") / "my.model"
+    path.write_bytes(train_tokenizer(TEXTS, 350))
+    return path
 
 
 @pytest.fixture(scope="module")
