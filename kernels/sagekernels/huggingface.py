@@ -160,13 +160,14 @@ def document_mask(
         None where every token sees the whole row, or all of it up to itself.
 
     Raises:
-        NotImplementedError: the mask is another one, or the model asks for no attention implementation.
+        NotImplementedError: the mask is another one, or the model takes eager attention alone.
         ValueError: padding lies between tokens of a row.
     """
     if not _asks(type(config)):
         raise NotImplementedError(
-            f"{type(config).__name__}: the model has an attention of its own and asks for no other, "
-            'attn_implementation="sage" included: leave attn_implementation out'
+            f"{type(config).__name__}: the class of this model in transformers takes eager attention alone (neither "
+            "_supports_sdpa nor _supports_attention_backend), and its own attention would lack a mask: leave "
+            "attn_implementation out"
         )
     if use_vmap or mask_function not in (causal_mask_function, bidirectional_mask_function):
         if use_vmap or getattr(mask_function, "__code__", None) is not _INTERSECTION:
@@ -202,8 +203,8 @@ def document_mask(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _asks(config: type) -> bool:
-    """Return whether models of a class of configurations ask for an attention implementation. Others add the mask to
-    their own scores, where no mask would mean that every token sees all others. Unknown models are taken to ask."""
+    """Return whether models of a class of configurations say that they ask for an attention implementation. Most others
+    add the mask to their own scores, where no mask means that a token sees all. Unknown models are taken to ask."""
     return _known_to_ask(config)
 
 
