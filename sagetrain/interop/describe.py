@@ -79,7 +79,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             "its own version: rename the file that is meant to config.json, and delete configuration_files"
         )
     for key, value in {**_WITHOUT, **family.demands}.items():
-        if config.get(key) not in (value, None):
+        if config.get(key) not in (value, None) and not (family.windows_after and key == "use_sliding_window"):
             raise ConfigError(f"{where}: {key} {config[key]!r}: SageTrain computes these models with {value!r} alone")
     if dropout := config.get("attention_dropout"):
         report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
@@ -108,6 +108,11 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         said["rope_parameters"] = family.rope
     windows, said = _windows(said, family, where)
     theta, scaling = _rotary(said, family.theta, where, report)
+    if windows and scaling and family.one_rope and family.model.get("conventions") != "gpt_oss":
+        raise ConfigError(
+            f"{where}: RoPE {scaling['type']} with sliding_window {windows['tokens']}: SageTrain does not scale RoPE "
+            "in layers with a window"
+        )
     experts = _experts(said, family.mixture, where) if family.mixture else None
     heads = said["num_attention_heads"]
     if said.get("num_key_value_heads") is None:
@@ -134,10 +139,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
     backend = "reference" if model.sinks else "sdpa"
     attention = AttentionConfig.model_validate({"backend": backend, "qk_norm": family.qk_norm})
-    # transformers uses another class for a Mistral whose layers have types. In that class these types mean full
-    # attention.
-    windowed = name == "MistralForCausalLM" and not said.get("layer_types")
-    length = _length(said, where, report, windowed)
+    length = _whole(said, "max_position_embeddings", where)
     return Described(family, model, attention, _whole(said, "vocab_size", where), length)
 
 
@@ -195,7 +197,10 @@ def _head_dim(said: Mapping[str, Any], where: str) -> int:
 def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Return our section `model.windows`, and the keys with those of layers with full attention alone."""
     types, number = said.get("layer_types"), _whole(said, "num_hidden_layers", where)
-    letters = {"full_attention": "F"} | ({"sliding_attention": "W"} if family.pattern else {})
+    # transformers takes another class for a Mistral whose layers have types.
+    known = bool(family.pattern) and not (family.all_or_none and types)
+    known = known and (bool(said.get("use_sliding_window")) or not family.windows_after)
+    letters = {"full_attention": "F"} | ({"sliding_attention": "W"} if known else {})
     if types and set(types) - letters.keys():
         raise ConfigError(f"{where}: layer_types {types}: SageTrain computes {' and '.join(letters)} alone")
     if types and len(types) != number:
@@ -203,8 +208,10 @@ def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[
             f"{where}: layer_types names {len(types)} layers, num_hidden_layers says {number}: set "
             "both to the layers that the model has"
         )
-    if not family.pattern:
+    if not known:
         return None, {**said}
+    if family.windows_after:
+        said = {"sliding_window": 4096, "max_window_layers": 28, **said}
     full, theta = {**said}, said.get("rope_local_base_freq")
     parameters = said.get("rope_parameters") or {}
     if parameters and isinstance(parameters, dict) and not family.one_rope:  # one for each type of layers
@@ -225,9 +232,12 @@ def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[
             )
         theta = within.get("rope_theta", theta)
     named = said.get("sliding_window_pattern") is not None
-    period = _whole(said, "sliding_window_pattern", where) if named else len(family.pattern)
-    every = [letters[each] for each in types or ()] or [("W" * (period - 1) + "F")[i % period] for i in range(number)]
-    if "W" not in every or said["sliding_window"] is None:
+    pattern = "W" * (_whole(said, "sliding_window_pattern", where) - 1) + "F" if named else family.pattern
+    every = [letters[each] for each in types or ()] or [pattern[i % len(pattern)] for i in range(number)]
+    if family.windows_after and not types:
+        first = said["max_window_layers"] and _whole(said, "max_window_layers", where)
+        every = ["F" if i < first else "W" for i in range(number)]
+    if "W" not in every or said.get("sliding_window") is None:
         return None, full
     shortest = next(n for n in range(1, number + 1) if all(every[i] == every[i % n] for i in range(number)))
     if theta is None and family.window_theta is None and not family.one_rope:
@@ -291,19 +301,6 @@ def _dense_layers(said: Mapping[str, Any], where: str) -> int:
             "first layers have none, and all others have them"
         )
     return first
-
-
-def _length(said: Mapping[str, Any], where: str, report: Report, windowed: bool) -> int:
-    length = _whole(said, "max_position_embeddings", where)
-    if windowed and said["sliding_window"] is not None:
-        window = _whole(said, "sliding_window", where)
-        if window < length:
-            report(
-                f"{where}: attention reaches {window} tokens back there and through the whole sequence here: they are "
-                f"the same up to a data.seq_length of {window}"
-            )
-            return window
-    return length
 
 
 def _whole(said: Mapping[str, Any], key: str, where: str) -> int:

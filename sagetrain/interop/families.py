@@ -143,12 +143,16 @@ class Family:
     pattern: str = ""
     """The layers with windows (model.windows.pattern) of a config.json that does not name them. "": the class knows
     none."""
+    windows_after: bool = False
+    """Whether use_sliding_window switches windows on, in the layers from max_window_layers on if config.json does not
+    name them."""
     theta: float = 10000.0
     """The base of the rotary embedding of a config.json that does not name one."""
     window_theta: float | None = None
     """The base in layers with a window. None: it is that of the other layers."""
     one_rope: bool = False
-    """Whether layers with a window have the rotary embedding of the others, scaling included."""
+    """Whether layers with a window have the rotary embedding of the others. Our layers with a window then have the
+    scaling as well in model.conventions gpt_oss alone."""
     rope: Mapping[str, Any] | None = None
     """The rope_parameters of a config.json that has neither these nor rope_scaling. None: no scaling."""
     sizes: Mapping[str, str] = field(default_factory=dict)
@@ -164,6 +168,11 @@ class Family:
     mixture: MixtureKeys | None = None
     """The keys and tensors of layers with experts. None: the class has no experts."""
 
+    @property
+    def all_or_none(self) -> bool:
+        """Whether all layers have windows, or none has."""
+        return self.pattern == "W" and not self.windows_after
+
     def computes(self, model: ModelConfig, attention: AttentionConfig) -> bool:
         """Return whether the class computes what our model does."""
         odd = self.whole_heads and model.hidden_size % model.num_attention_heads
@@ -174,11 +183,17 @@ class Family:
             odd = odd or not self.mixture.computes(model.experts)
         wanted = {**_STRUCTURE, **self.model}
         same = all(getattr(model, key) == value for key, value in wanted.items())
-        windows = bool(self.pattern) or model.windows is None
         same = same and model.delta_net is None and ("query_scale" in self.sizes or model.query_scale is None)
-        of_windows = model.windows.rope_theta if model.windows else None
-        odd = odd or (self.one_rope and of_windows not in (None, model.rope_theta))
-        return self.qk_norm == attention.qk_norm and same and windows and not odd
+        return self.qk_norm == attention.qk_norm and same and self._has_windows_of(model) and not odd
+
+    def _has_windows_of(self, model: ModelConfig) -> bool:
+        if (windows := model.windows) is None:
+            return True
+        if self.all_or_none and "F" in windows.pattern[: model.num_layers]:
+            return False
+        one = windows.rope_theta in (None, model.rope_theta)
+        one = one and (model.rope_scaling is None or model.conventions == "gpt_oss")
+        return bool(self.pattern) and (one or not self.one_rope)
 
     def theirs(self, spec: TensorSpec) -> list[str]:
         """Return the names of the tensors in a folder that are a tensor of our model. Several are its matrices, one
@@ -227,6 +242,8 @@ FAMILIES = {
             "none",
             {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
             writes={"sliding_window": None},
+            pattern="W",
+            one_rope=True,
         ),
         Family(
             "Qwen2ForCausalLM",
@@ -235,6 +252,9 @@ FAMILIES = {
             {"max_position_embeddings": 32768, "num_key_value_heads": 32},
             model={"qkv_bias": True},
             writes={"use_sliding_window": False, "sliding_window": None},
+            pattern="W",
+            windows_after=True,
+            one_rope=True,
         ),
         Family(
             "Qwen3ForCausalLM",
@@ -242,6 +262,9 @@ FAMILIES = {
             "before_rope",
             {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
             writes={"use_sliding_window": False, "sliding_window": None},
+            pattern="W",
+            windows_after=True,
+            one_rope=True,
         ),
         Family(
             "Olmo2ForCausalLM",
@@ -309,8 +332,10 @@ FAMILIES = {
             {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
             | {"router_aux_loss_coef": 0.001},
             writes={"sliding_window": None},
+            pattern="W",
             theta=1000000.0,
-            demands={"router_jitter_noise": 0.0, "sliding_window": None},
+            one_rope=True,
+            demands={"router_jitter_noise": 0.0},
             mixture=MixtureKeys(
                 "num_local_experts",
                 "intermediate_size",

@@ -47,7 +47,7 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "hidden_act": ACTIVATIONS[model.activation],
         "max_position_embeddings": seq_length,
         "rms_norm_eps": model.norm_eps,
-        **(_kinds_of_layers(model, family) if family.pattern else _rotary(model)),
+        **(_kinds_of_layers(model, family) if "F" in family.pattern else _rotary(model) | _windows(model, family)),
         "tie_word_embeddings": model.tie_embeddings,
         **({} if model.qkv_bias else {"attention_bias": False}),
         "attention_dropout": 0.0,
@@ -55,6 +55,19 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "use_cache": True,
         **(family.mixture.written(model.experts) if family.mixture and model.experts else {}),
     }
+
+
+def _windows(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the keys of windows in a class that writes none where no layer has one."""
+    if model.windows is None:
+        return {}
+    kinds = {"use_sliding_window": True, "layer_types": _layer_types(model)} if family.windows_after else {}
+    return {"sliding_window": model.windows.tokens, **kinds}
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    full = (each.attention.reach.window is None for each in layers(model))
+    return [{True: "full_attention", False: "sliding_attention"}[each] for each in full]
 
 
 def _rotary(model: ModelConfig) -> dict[str, Any]:
@@ -67,12 +80,11 @@ def _rotary(model: ModelConfig) -> dict[str, Any]:
 def _kinds_of_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys of a class whose layers may have windows. transformers reads rotary embeddings of both kinds of
     layers from rope_parameters alone, unless both have the same one."""
-    names = {True: "full_attention", False: "sliding_attention"}
-    every, windows = [each.attention.reach for each in layers(model)], model.windows
+    windows = model.windows
     theta = model.rope_theta if windows is None or windows.rope_theta is None else windows.rope_theta
     full = {"rope_type": "default"} if model.rope_scaling is None else _rope_scaling(model.rope_scaling)
     kinds = {
-        "layer_types": [names[reach.window is None] for reach in every],
+        "layer_types": _layer_types(model),
         # transformers makes the mask of windows whether a layer has one or not.
         "sliding_window": windows.tokens if windows else family.defaults["sliding_window"],
     }

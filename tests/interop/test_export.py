@@ -119,6 +119,24 @@ def test_qk_norm_after_rope_has_no_class_there(runs: Path, tmp_path: Path) -> No
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize(("qk_norm", "windows", "shape", "name"), [
+    ("before_rope", {"pattern": "WWF"}, {}, "Qwen3ForCausalLM"),
+    ("none", {"pattern": "WF"}, {"qkv_bias": True}, "Qwen2ForCausalLM"),
+    ("none", {"pattern": "WWF"}, {"num_layers": 2}, "MistralForCausalLM"),
+    ("none", {"pattern": "WF"}, {}, None),
+    ("before_rope", {"pattern": "WF", "rope_theta": 500.0}, {}, None),
+    ("before_rope", {"pattern": "WF"}, {"rope_scaling": YARN}, None),
+])  # fmt: skip
+def test_windows_have_a_class_where_one_rope_is_enough(qk_norm, windows, shape, name) -> None:
+    shape = {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 2} | shape
+    model, attention = ModelConfig(**shape, windows={"tokens": 9, **windows}), AttentionConfig(qk_norm=qk_norm)
+    if name:
+        assert family_of(model, attention).name == name
+    else:
+        with pytest.raises(ConfigError, match="transformers has no class"):
+            family_of(model, attention)
+
+
 def test_a_pattern_that_no_class_has_is_named_as_it_was_given() -> None:
     model = ModelConfig(
         num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, tie_embeddings=True,

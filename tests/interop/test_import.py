@@ -68,6 +68,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-3": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None, rms_norm_eps=1e-5),
+    "mistral-windows": lambda: MistralConfig(**SIZES, sliding_window=20),
+    "qwen2.5-windows": lambda: Qwen2Config(
+        **SIZES | {"num_hidden_layers": 3},
+        use_sliding_window=True,
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    "qwen-windows": lambda: Qwen3Config(
+        **SIZES | {"num_hidden_layers": 3}, use_sliding_window=True, sliding_window=20, max_window_layers=1
+    ),
     "qwen2.5": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "olmo2": lambda: Olmo2Config(**SIZES),
     "olmo3": lambda: Olmo3Config(**SIZES | {"num_hidden_layers": 6}, sliding_window=48),
@@ -96,7 +106,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZES | EXPERTS, num_experts=6, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0]
     ),
-    "mixtral": lambda: MixtralConfig(**SIZES | EXPERTS, num_local_experts=4),
+    "mixtral": lambda: MixtralConfig(**SIZES | EXPERTS, num_local_experts=4, sliding_window=20),
     "olmoe": lambda: OlmoeConfig(**SIZES | EXPERTS | {"head_dim": 8}, num_experts=5),
     "gpt-oss": lambda: GptOssConfig(**SIZES | EXPERTS, num_local_experts=4, sliding_window=20),
 }
@@ -125,6 +135,10 @@ def test_logits_are_equal_and_tensors_go_back_bit_for_bit(name: str, tmp_path: P
         config = json.loads((folder / "config.json").read_text()) | {"rope_theta": 500000, "hidden_act": "swish"}
         config["rope_scaling"] = {key: value for key, value in YARN.items() if key != "rope_theta"}
         del config["rope_parameters"]
+        (folder / "config.json").write_text(json.dumps(config))
+    if name == "qwen-windows":  # The class takes those from max_window_layers on.
+        config = json.loads((folder / "config.json").read_text())
+        assert config.pop("layer_types") == ["full_attention", "sliding_attention", "sliding_attention"]
         (folder / "config.json").write_text(json.dumps(config))
     said: list[str] = []
     done = import_folder(folder, tmp_path / "run", report=said.append)
@@ -314,14 +328,14 @@ def test_a_sentencepiece_model_brings_its_bos_along(llama: Path, tmp_path: Path)
     assert [*load_run(tmp_path / "again", print).text_prefix] == [1]
 
 
-def test_a_sliding_window_bounds_the_sequences(tmp_path: Path) -> None:
-    folder, said = save(tmp_path / "in", MistralConfig(**SIZES, sliding_window=64)), []
-    assert import_folder(folder, tmp_path / "run", report=said.append).seq_length == 64
-    assert "attention reaches 64 tokens back there" in said[0]
+def test_a_window_that_is_not_named_is_that_of_the_class(tmp_path: Path) -> None:
+    folder = save(tmp_path / "in", MistralConfig(**SIZES, sliding_window=64))
     config = json.loads((folder / "config.json").read_text())
-    del config["sliding_window"]  # transformers takes 4,096 then.
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    assert import_folder(folder, tmp_path / "again", report=said.append).seq_length == 4096
+    del config["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert import_folder(folder, tmp_path / "run").seq_length == 256
+    windows = load_config(tmp_path / "run/config.yaml").model.windows
+    assert windows is not None and (windows.tokens, windows.pattern) == (4096, "W")
 
 
 BAD_MIXTURES = [
