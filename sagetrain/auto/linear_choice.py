@@ -30,6 +30,7 @@ from sagetrain.config.linear_sizes import AUTO_PRECISION, EIGHT_BITS, LOW_BIT_MU
 from sagetrain.config.schema import ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.model.moe import Experts
 from sagetrain.model.selection import cannot_multiply
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -304,8 +305,8 @@ def layer_of(
     inputs: int, sizes: dict[str, int], weights: Sequence[Tensor], matmul: Matmul, *, kept: bool
 ) -> ColumnParallelLinear:
     """Build a layer with copies of these weights [out, in]. With `kept` they are rounded already."""
-    groups, dtype, device = ParallelGroups.single(), weights[0].dtype, weights[0].device
-    layer = ColumnParallelLinear(inputs, sizes, groups, matmul=matmul, dtype=dtype, device=device)
+    region, dtype, device = Region(ParallelGroups.single()), weights[0].dtype, weights[0].device
+    layer = ColumnParallelLinear(inputs, sizes, region, matmul=matmul, dtype=dtype, device=device)
     with torch.no_grad():
         for parameter, weight in zip(layer.parameters(), weights, strict=True):
             parameter.copy_(weight)

@@ -18,9 +18,8 @@ from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, Projected, TokenLayout
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary, length_of
-from sagetrain.parallel.collectives import gather_heads, gather_sequences, scatter_heads
+from sagetrain.parallel.collectives import Region, gather_heads, gather_sequences, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from sagetrain.parallel.topology import ParallelGroups
 
 
 class Attention(nn.Module):
@@ -41,14 +40,14 @@ class Attention(nn.Module):
         self,
         layer: LayerSpec,
         function: AttentionFunction,
-        groups: ParallelGroups,
+        region: Region,
         *,
         matmuls: Mapping[str, Matmul],
-        sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
+        groups = region.groups
         heads, key_heads = layer.attention.heads, layer.attention.key_heads
         divided = heads % groups.tp_size == key_heads % groups.tp_size == 0
         if not divided or groups.ulysses_size not in layer.attention.context_sizes(groups.tp_size):
@@ -67,11 +66,12 @@ class Attention(nn.Module):
         rope = layer.attention.reach.rope
         self._length = length_of(rope.scaling, rope.stretch)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
-        how = {"sequence_parallel": sequence_parallel, **place}
         qkv, out = layer.attention.linear_layers(layer.hidden, 1).values()
         bias, out_bias = layer.attention.bias, layer.attention.out_bias
-        self.qkv = ColumnParallelLinear(*qkv, groups, bias=bias, matmul=matmuls.get("qkv"), **how)
-        self.out = RowParallelLinear(out.inputs, layer.hidden, groups, bias=out_bias, matmul=matmuls.get("out"), **how)
+        self.qkv = ColumnParallelLinear(*qkv, region, bias=bias, matmul=matmuls.get("qkv"), **place)
+        self.out = RowParallelLinear(
+            out.inputs, layer.hidden, region, bias=out_bias, matmul=matmuls.get("out"), **place
+        )
 
         def norm(heads: int) -> RMSNorm | None:
             if self.qk_norm == "none":

@@ -18,8 +18,8 @@ from sagetrain.model.mlp import MLP
 from sagetrain.model.moe import MoE
 from sagetrain.model.norm import NoNorm, RMSNorm, complete, enter_gains, normalize
 from sagetrain.model.walks import BlockStage, Half, Part, Stretch
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import LinearLayer, RowParallelLinear
-from sagetrain.parallel.topology import ParallelGroups
 
 NextNorm = RMSNorm | NoNorm | Literal["stream"] | None
 """The norm that ends a stretch of stages. "stream": a stretch ends without a norm. None: a block is walked alone."""
@@ -48,45 +48,43 @@ class Block(nn.Module):
         self,
         layer: LayerSpec,
         function: AttentionFunction,
-        groups: ParallelGroups,
+        region: Region,
         *,
         matmuls: Mapping[str, Any],
-        sequence_parallel: bool,
         dear: tuple[str, ...] = (),
         share: Tensor | None = None,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
-        self.groups = groups
-        self.sequence_parallel = sequence_parallel
+        self.region = region
         self.joins_norms = layer.joins_norms
         self.dear = dear
         """If there are any, the block, walked alone, keeps the results of these operators for its backward pass, and
         recomputes the rest."""
         place: dict[str, Any] = {"dtype": dtype, "device": device}
-        how = {"matmuls": matmuls, "sequence_parallel": sequence_parallel, **place}
+        how = {"matmuls": matmuls, **place}
 
         def norm() -> RMSNorm:
-            split, of_one = sequence_parallel, layer.gains_of_one
-            return RMSNorm(layer.hidden, layer.norm_eps, groups, split_input=split, of_one=of_one, **place)
+            how = {"split_input": region.sharded, "of_one": layer.gains_of_one, **place}
+            return RMSNorm(layer.hidden, layer.norm_eps, region.groups, **how)
 
         before, after = layer.normed
         self.attention_norm = norm() if before else NoNorm()
         self.attention: Attention | DeltaNet
-        self.attention = (DeltaNet if layer.delta_net else Attention)(layer, function, groups, **how)
+        self.attention = (DeltaNet if layer.delta_net else Attention)(layer, function, region, **how)
         self.attention_post_norm = norm() if after else None
         self.mlp_norm = norm() if before else NoNorm()
         self.mlp: MLP | MoE
         if layer.experts is None:
-            self.mlp = MLP(layer, groups, **how)
+            self.mlp = MLP(layer, region, **how)
         else:
-            self.mlp = MoE(layer, groups, share=torch.ones(()) if share is None else share, **how)
+            self.mlp = MoE(layer, region, share=torch.ones(()) if share is None else share, **how)
         self.mlp_post_norm = norm() if after else None
         self._read_by(matmuls)
 
     def _read_by(self, matmuls: Mapping[str, Any]) -> None:
-        if self.sequence_parallel and self.groups.tp_size > 1:
+        if self.region.sharded and self.region.groups.tp_size > 1:
             # Only layers in fewer bits become readers. Another reader makes another graph, for the last block's next
             # norm as well.
             self.attention_norm.reader = matmuls.get("qkv")
@@ -124,7 +122,7 @@ class Block(nn.Module):
     def _read_once(self, layer: LinearLayer[Any]) -> bool:
         """Whether a layer's casts, for which a backward pass comes, read a matrix once if its largest magnitudes are
         known."""
-        return self.groups.tp_size == 1 and layer.matmul.measured and torch.is_grad_enabled()
+        return self.region.groups.tp_size == 1 and layer.matmul.measured and torch.is_grad_enabled()
 
     def stages(self, next_norm: NextNorm) -> Stretch:
         """Return all stages, in their order. For next_norm see `forward`."""
@@ -158,7 +156,7 @@ class Block(nn.Module):
 
         def stage(x: Tensor, y: Tensor | Pending, part: Part) -> Half:
             assert norm is not None
-            return Half(x, norm(complete(y, self.groups, self.sequence_parallel), part.gains.get(norm)))
+            return Half(x, norm(complete(y, self.region), part.gains.get(norm)))
 
         return [] if norm is None else [stage]
 
@@ -166,13 +164,13 @@ class Block(nn.Module):
         """Return the stage that adds y to x and normalizes the sum, with a norm of this block or of the next one."""
 
         def stage(x: Tensor, y: Tensor | Pending | None, part: Part) -> Half:
-            return Half(*normalize(x, y, norm, _gain(part, norm), self.groups, self.sequence_parallel))
+            return Half(*normalize(x, y, norm, _gain(part, norm), self.region))
 
         return stage
 
     def normalize_own(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         """Add y to x and normalize the sum for the MLP. Nothing is gathered."""
-        x = x + complete(y, self.groups, self.sequence_parallel)
+        x = x + complete(y, self.region)
         return Half(x, self.mlp_norm(x, _gain(part, self.mlp_norm)))
 
     def mix(self, x: Tensor, y: Tensor, part: Part) -> Half:
@@ -181,7 +179,7 @@ class Block(nn.Module):
 
     def end(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         """Add y to x. This is the last stage of a pipeline stage, which sends the residual stream to the next one."""
-        return Half(x + complete(y, self.groups, self.sequence_parallel), None)
+        return Half(x + complete(y, self.region), None)
 
     def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         return Half(x, self.attention.project(y, part.cos, part.sin, part.gains))
@@ -230,7 +228,7 @@ class Block(nn.Module):
             halves = walks.staggered((before, attend, after), halves, parts, attend_together=len(layouts) == 1)
         if next_norm is not None:
             return halves
-        return tuple(x + complete(y, self.groups, self.sequence_parallel) for x, y in halves)
+        return tuple(x + complete(y, self.region) for x, y in halves)
 
 
 def _gain(part: Part, norm: RMSNorm | NoNorm) -> Tensor | None:

@@ -17,8 +17,8 @@ from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.delta_rule import DeltaRule
 from sagetrain.model.norm import RMSNorm
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from sagetrain.parallel.topology import ParallelGroups
 
 
 class DeltaNet(nn.Module):
@@ -36,14 +36,14 @@ class DeltaNet(nn.Module):
         self,
         layer: LayerSpec,
         function: AttentionFunction,
-        groups: ParallelGroups,
+        region: Region,
         *,
         matmuls: Mapping[str, Matmul],
-        sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
+        groups = region.groups
         if groups.tp_size > 1 or groups.cp_size > 1:
             raise ValueError("a gated delta net needs tensor_parallel_size 1 and context_parallel_size 1")
         delta = layer.delta_net
@@ -52,12 +52,11 @@ class DeltaNet(nn.Module):
         self.window = None
         self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
         place: dict[str, Any] = {"dtype": dtype, "device": device}
-        how = {"sequence_parallel": sequence_parallel, **place}
         linear, heads = layer.linear_layers(1), delta.value_heads
         qkv, out = linear["qkv"], linear["out"]
-        self.qkv = ColumnParallelLinear(*qkv, groups, matmul=matmuls.get("qkv"), **how)
-        self.gates = ColumnParallelLinear(layer.hidden, {"a": heads, "b": heads}, groups, **how)
-        self.out = RowParallelLinear(out.inputs, layer.hidden, groups, matmul=matmuls.get("out"), **how)
+        self.qkv = ColumnParallelLinear(*qkv, region, matmul=matmuls.get("qkv"), **place)
+        self.gates = ColumnParallelLinear(layer.hidden, {"a": heads, "b": heads}, region, **place)
+        self.out = RowParallelLinear(out.inputs, layer.hidden, region, matmul=matmuls.get("out"), **place)
         for name in ("q", "k", "v"):
             empty = torch.empty(qkv.outputs[name], delta.conv_size, **place)
             self.register_parameter(f"{name}_conv", nn.Parameter(empty))

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending, linear
-from sagetrain.parallel.collectives import finish_enter, gather_from_region
+from sagetrain.parallel.collectives import Region, finish_enter, gather_from_region
 from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence, linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.layers import ParallelLayer
-from sagetrain.parallel.topology import ParallelGroups
 
 
 class Head(ParallelLayer):
@@ -24,9 +23,8 @@ class Head(ParallelLayer):
     def __init__(
         self,
         weight: nn.Parameter,
-        groups: ParallelGroups,
+        region: Region,
         *,
-        sequence_parallel: bool,
         known: int | None = None,
         matmul: Matmul | None = None,
         loss: OwnLoss | None = None,
@@ -36,8 +34,7 @@ class Head(ParallelLayer):
         """A user's loss in the place of the cross-entropy, or None. Losses by token stay cross-entropies."""
         self.weight = weight
         self.known = known
-        self.groups = groups
-        self.sequence_parallel = sequence_parallel
+        self.region = region
         self.compiled = False
 
     @property
@@ -79,12 +76,12 @@ class Head(ParallelLayer):
         Returns:
             fp32 scalar, fp32 [tokens] by token, or logits [tokens / every, vocab].
         """
-        entered = [finish_enter(half, self.groups, self.sequence_parallel) for half in halves]
+        entered = [finish_enter(half, self.region) for half in halves]
         x_TD = entered[0] if len(entered) == 1 else torch.cat(entered)
         if labels_T is None:
             x_TD = x_TD[every - 1 :: every]
-            return gather_from_region(linear(x_TD, self.weights, self.matmul, kept=self.kept)[0], self.groups)
-        read = x_TD, self.weight, labels_T, self.groups
+            return gather_from_region(linear(x_TD, self.weights, self.matmul, kept=self.kept)[0], self.region.groups)
+        read = x_TD, self.weight, labels_T, self.region.groups
         how: dict[str, Any] = {"matmul": self.matmul, "kept": self.kept, "compiled": self.compiled, "known": self.known}
         if by_token:
             return linear_token_losses(*read, **how)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Measured, Pending
 from sagetrain.config.layer_specs import LayerSpec
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from sagetrain.parallel.topology import ParallelGroups
 
 
 class MLP(nn.Module):
@@ -24,19 +24,18 @@ class MLP(nn.Module):
     def __init__(
         self,
         layer: LayerSpec,
-        groups: ParallelGroups,
+        region: Region,
         *,
         matmuls: Mapping[str, Matmul],
-        sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
         self.activation = layer.mlp.activation
         gate_up, down = layer.mlp.linear_layers(layer.hidden, 1).values()
-        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
-        self.gate_up = ColumnParallelLinear(*gate_up, groups, matmul=matmuls.get("gate_up"), **how)
-        self.down = RowParallelLinear(down.inputs, layer.hidden, groups, matmul=matmuls.get("down"), **how)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.gate_up = ColumnParallelLinear(*gate_up, region, matmul=matmuls.get("gate_up"), **place)
+        self.down = RowParallelLinear(down.inputs, layer.hidden, region, matmul=matmuls.get("down"), **place)
 
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:

@@ -29,7 +29,7 @@ from sagetrain.config.schema import ExpertsConfig
 from sagetrain.model.dispatch import among_ranks, of_same_tokens, parts_in
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import complete
-from sagetrain.parallel.collectives import start_enter
+from sagetrain.parallel.collectives import Region, start_enter
 from sagetrain.parallel.layers import LinearLayer
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -189,20 +189,19 @@ class MoE(nn.Module):
     def __init__(
         self,
         layer: LayerSpec,
-        groups: ParallelGroups,
+        region: Region,
         *,
         matmuls: Mapping[str, Any],
-        sequence_parallel: bool,
         share: Tensor,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
         assert layer.experts is not None
-        self.groups, self.sequence_parallel, self.share = groups, sequence_parallel, share
+        self.region, self.groups, self.share = region, region.groups, share
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router = Router(layer.hidden, layer.experts, layer.biased_experts, **place)
-        self._own = _divide(layer.experts.number, groups)
+        self._own = _divide(layer.experts.number, region.groups)
         how: dict[str, Any] = {"activation": layer.expert_activation, "biased": layer.biased_experts, **place}
         how["matmul"] = matmuls.get("experts")
         self.experts = Experts(self._own, layer.hidden, layer.experts.ffn_size, **how)
@@ -217,7 +216,7 @@ class MoE(nn.Module):
         """bool []: whether `room` was too small for any pass since it was set to False."""
         self.shared = None
         if layer.mlp.inner:
-            self.shared = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, **place)
+            self.shared = MLP(layer, region, matmuls=matmuls, **place)
 
     @property
     def linear_layers(self) -> dict[str, LinearLayer[Any]]:
@@ -226,13 +225,13 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, parts: int = 1) -> Tensor:
         """Return the output for tokens [T, hidden], which are one of so many parts of a micro-batch."""
-        entered = start_enter(x, self.groups, self.sequence_parallel) if self.shared else None
+        entered = start_enter(x, self.region) if self.shared else None
         tokens = parts * len(x) * self.groups.tp_size
         y = self._routed(x, self.share / tokens)
         if self.shared is None:
             return y
         assert entered is not None
-        return y + complete(self.shared.down(self.shared(entered)), self.groups, self.sequence_parallel)
+        return y + complete(self.shared.down(self.shared(entered)), self.region)
 
     def _routed(self, x: Tensor, factor: Tensor) -> Tensor:
         router, experts = self.router, self.experts
@@ -241,7 +240,7 @@ class MoE(nn.Module):
         weights = router.weights(logits, scores, choices)
         if torch.is_grad_enabled():
             # Otherwise each rank would have the gradient of all tokens, and engines would add them up.
-            assert self.sequence_parallel or self.groups.tp_size == 1, "experts train with sequence parallelism"
+            assert self.region.sharded or self.groups.tp_size == 1, "experts train with sequence parallelism"
             weights = router.balanced(weights, router.losses(logits, scores), factor, choices)
         run = experts if self.calls_experts else experts.forward
         if self.groups.ep_size == 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending
-from sagetrain.parallel.collectives import finish_enter, finish_leave, reduce_from_region, start_enter
+from sagetrain.parallel.collectives import Region, finish_enter, finish_leave, reduce_from_region, start_enter
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -54,7 +54,8 @@ class RMSNorm(nn.Module):
 
     def _sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over the group, which every rank uses for its own part of the result."""
-        return finish_enter(start_enter(reduce_from_region(x, self.groups), self.groups, False), self.groups, False)
+        region = Region(self.groups)
+        return finish_enter(start_enter(reduce_from_region(x, self.groups), region), region)
 
     def entered(self, gain: Tensor | None) -> Tensor:
         """Return the gain to compute with: the entry of this norm from enter_gains, if that was called, else its
@@ -89,30 +90,25 @@ def enter_gains(*norms: RMSNorm | NoNorm | None, parts: int = 1) -> list[dict[RM
     split = [norm for norm in own if norm.split_input and norm.groups.tp_size > 1]
     if not split:
         return [{}] * parts
-    groups = split[0].groups
+    region = Region(split[0].groups)
     gains: list[Tensor] = [norm.gain for norm in split]
     together = torch.cat(gains * parts)
-    entered = finish_enter(start_enter(together, groups, False), groups, False)
+    entered = finish_enter(start_enter(together, region), region)
     sizes = [len(norm.gain) for norm in split]
     return [dict(zip(split, part.split(sizes), strict=True)) for part in entered.chunk(parts)]
 
 
-def complete(y: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
+def complete(y: Tensor | Pending, region: Region) -> Tensor:
     """Return what is to be added to the residual stream, with its sum over the group finished."""
-    return y if isinstance(y, Tensor) else finish_leave(y, groups, sequence_parallel)
+    return y if isinstance(y, Tensor) else finish_leave(y, region)
 
 
 def normalize(
-    x: Tensor,
-    y: Tensor | Pending | None,
-    norm: RMSNorm | NoNorm,
-    gain: Tensor | None,
-    groups: ParallelGroups,
-    sequence_parallel: bool,
+    x: Tensor, y: Tensor | Pending | None, norm: RMSNorm | NoNorm, gain: Tensor | None, region: Region
 ) -> tuple[Tensor, Tensor | Pending]:
     """Return the residual stream x with y added, and its normalized form on its way to the next column-parallel
     layer."""
     if y is not None:
-        x = x + complete(y, groups, sequence_parallel)
+        x = x + complete(y, region)
     pack = None if norm.reader is None else norm.reader.pack
-    return x, start_enter(norm(x, gain), groups, sequence_parallel, pack)
+    return x, start_enter(norm(x, gain), region, pack)

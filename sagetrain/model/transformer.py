@@ -34,6 +34,7 @@ from sagetrain.model.rotary import rotary_tables
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights, linear_layers
 from sagetrain.parallel.topology import ParallelGroups
@@ -119,7 +120,7 @@ class Transformer(nn.Module):
         self.chunks = tuple(chunks or [whole(model.num_layers)])
         first, last = self.chunks[0].first, self.chunks[-1].last
         self.groups, self.known = groups, known
-        self.sequence_parallel = sequence_parallel
+        self.region = Region(groups, sequence_parallel)
         self.overlap = overlap
         self.activation_checkpointing: Recomputation = activation_checkpointing
         self.own_loss: bool = loss is not None
@@ -134,9 +135,7 @@ class Transformer(nn.Module):
             if refusal := copies.connect(groups.tp_group):
                 how = "tensor-parallel collectives go through NCCL, which slows the matmuls beside them"
                 warnings.warn(f"{how}: {refusal}", stacklevel=2)
-        embedding = VocabParallelEmbedding(
-            vocab_size, model.hidden_size, groups, scaled=gemma, sequence_parallel=sequence_parallel, **place
-        )
+        embedding = VocabParallelEmbedding(vocab_size, model.hidden_size, self.region, scaled=gemma, **place)
         if first or (last and model.tie_embeddings):
             self.embedding = embedding
         self.share = torch.ones((), device=device)
@@ -152,9 +151,8 @@ class Transformer(nn.Module):
                 block = Block(
                     layer,
                     function,
-                    groups,
+                    self.region,
                     matmuls=own,
-                    sequence_parallel=sequence_parallel,
                     dear=walks.dear_of(activation_checkpointing),
                     share=self.share,
                     dtype=dtype,
@@ -169,7 +167,7 @@ class Transformer(nn.Module):
             if not model.tie_embeddings:
                 weight = nn.Parameter(torch.empty_like(weight))
             low = of_end.get("head")
-            self.head = Head(weight, groups, sequence_parallel=sequence_parallel, known=known, matmul=low, loss=loss)
+            self.head = Head(weight, self.region, known=known, matmul=low, loss=loss)
         self.every_spec: dict[str, TensorSpec] = {spec.name: spec for spec in tensors(model, attention, vocab_size)}
         """The entry of every tensor of the whole model in the list of tensors, by name."""
         self.specs: dict[str, TensorSpec] = {name: self.every_spec[name] for name, _ in self.named_parameters()}
@@ -259,7 +257,7 @@ class Transformer(nn.Module):
     def stream_shapes(self, tokens: int) -> list[tuple[int, int]]:
         """Return the shapes of the residual streams of a micro-batch of this many tokens on this rank."""
         parts = parts_of(tokens, self.groups.tp_size, self.overlap)
-        rows = tokens // parts // (self.groups.tp_size if self.sequence_parallel else 1)
+        rows = tokens // parts // (self.groups.tp_size if self.region.sharded else 1)
         return [(rows, self.config.hidden_size)] * parts
 
     def through(self, blocks: range, layouts: Layouts, halves: Sequence[Half]) -> Sequence[Half]:
@@ -311,8 +309,8 @@ class Transformer(nn.Module):
     def _normalized(self, half: Half, norm: RMSNorm | NoNorm | Literal["stream"]) -> Half:
         if norm == "stream":
             x, y = half
-            return half if y is None else Half(x + complete(y, self.groups, self.sequence_parallel), None)
-        return Half(*self.normalize(*half, norm, None, self.groups, self.sequence_parallel))
+            return half if y is None else Half(x + complete(y, self.region), None)
+        return Half(*self.normalize(*half, norm, None, self.region))
 
     @property
     def recomputed_blocks(self) -> int:
@@ -329,7 +327,7 @@ class Transformer(nn.Module):
         """Take residual streams through every block by itself, with activation checkpointing."""
         return walks.recomputed(
             [(number, self._call_of(number), layouts[self.layers[number].attention.reach]) for number in blocks],
-            tuple(x if y is None else x + complete(y, self.groups, self.sequence_parallel) for x, y in halves),
+            tuple(x if y is None else x + complete(y, self.region) for x, y in halves),
             again=self.recomputed_blocks if torch.is_grad_enabled() else 0,
             # With two halves, a recomputed block starts a collective of the other half again and has to finish it, so
             # it is recomputed to the end, as a compiled block is anyway.

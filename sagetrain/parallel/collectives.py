@@ -31,7 +31,7 @@ parallelism go by the GPUs' copy engines where these reach the whole group (copi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,9 +187,23 @@ def _finish(x: Tensor | Pending, groups: ParallelGroups, back: Collective) -> Te
     return y
 
 
+class Region(NamedTuple):
+    """The region of a rank's tensor-parallel group, which layers enter and leave."""
+
+    groups: ParallelGroups
+    sharded: bool = False
+    """Whether the ranks have shards of the tokens outside of it: sequence parallelism."""
+
+    @property
+    def entering(self) -> tuple[Collective, Collective]:
+        """The collectives that enter the region, forward and backward. In the other order they leave it."""
+        return (start_all_gather, start_reduce_scatter) if self.sharded else (None, start_all_reduce)
+
+
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """Return the sum of x over the group, in the shape of x."""
-    return finish_leave(start_leave(x, groups, False), groups, False)
+    region = Region(groups)
+    return finish_leave(start_leave(x, region), region)
 
 
 def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
@@ -199,14 +213,7 @@ def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     return y
 
 
-def entering(sequence_parallel: bool) -> tuple[Collective, Collective]:
-    """Return the collectives that enter the region, forward and backward. In the other order they leave it."""
-    return (start_all_gather, start_reduce_scatter) if sequence_parallel else (None, start_all_reduce)
-
-
-def start_enter(
-    x: Tensor, groups: ParallelGroups, sequence_parallel: bool, pack: Callable[[Tensor], Tensor] | None = None
-) -> Tensor | Pending:
+def start_enter(x: Tensor, region: Region, pack: Callable[[Tensor], Tensor] | None = None) -> Tensor | Pending:
     """Start to bring x into the region, where column-parallel layers read it: [tokens (/ tp), ...] -> [tokens, ...].
 
     Without sequence parallelism the result is x itself. Any tensor that all ranks hold and use differently may then
@@ -215,33 +222,31 @@ def start_enter(
     Args:
         pack: turns x into the tensor that is gathered (Matmul.pack of the layers that read it). None: x is gathered.
     """
-    return x if groups.tp_size == 1 else _start(x, groups, *entering(sequence_parallel), pack)
+    return x if region.groups.tp_size == 1 else _start(x, region.groups, *region.entering, pack)
 
 
-def finish_enter(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
+def finish_enter(x: Tensor | Pending, region: Region) -> Tensor:
     """Finish what start_enter began. ColumnParallelLinear does this itself."""
-    return _finish(x, groups, entering(sequence_parallel)[1])
+    return _finish(x, region.groups, region.entering[1])
 
 
-def start_leave(
-    x: Tensor, groups: ParallelGroups, sequence_parallel: bool, *, packed: bool = False
-) -> Tensor | Pending:
+def start_leave(x: Tensor, region: Region, *, packed: bool = False) -> Tensor | Pending:
     """Start to add up the ranks' partial sums: [tokens, ...] -> [tokens (/ tp), ...].
 
     Args:
         packed: gather the gradient of x [tokens, columns] in 8 bits (packing.py), where it is gathered at all and 8
             bits are fewer bytes.
     """
-    if groups.tp_size == 1:
+    if region.groups.tp_size == 1:
         return x
-    packed = packed and sequence_parallel and x.shape[1] + MULTIPLE < x.shape[1] * x.itemsize
-    back, there = entering(sequence_parallel)
-    return _start(x, groups, there, back, packed_back=packed)
+    packed = packed and region.sharded and x.shape[1] + MULTIPLE < x.shape[1] * x.itemsize
+    back, there = region.entering
+    return _start(x, region.groups, there, back, packed_back=packed)
 
 
-def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
+def finish_leave(x: Tensor | Pending, region: Region) -> Tensor:
     """Finish what start_leave began."""
-    return _finish(x, groups, entering(sequence_parallel)[0])
+    return _finish(x, region.groups, region.entering[0])
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Measured, Pending, gated_linear, linear, normed_linear
-from sagetrain.parallel.collectives import entering, start_leave
+from sagetrain.parallel.collectives import Region, start_leave
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -109,21 +109,19 @@ class ColumnParallelLinear(ParallelLayer):
         self,
         in_features: int,
         out_features: dict[str, int],
-        groups: ParallelGroups,
+        region: Region,
         *,
         bias: bool = False,
-        sequence_parallel: bool = False,
         matmul: Matmul | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(Matmul(joined=groups.tp_size > 1), matmul)
-        self.groups = groups
+        super().__init__(Matmul(joined=region.groups.tp_size > 1), matmul)
+        self.region = region
         self.bias = bias
-        self.sequence_parallel = sequence_parallel
         self.names = tuple(out_features)
         for name, size in out_features.items():
-            local = _divide(size, groups, f"out_features of {name}")
+            local = _divide(size, region.groups, f"out_features of {name}")
             self.register_parameter(name, nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device)))
             if bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(local, dtype=dtype, device=device)))
@@ -147,8 +145,9 @@ class ColumnParallelLinear(ParallelLayer):
 
     def _how(self) -> tuple[Any, ...]:
         """Return the arguments of `linear` that are not x."""
-        back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
-        return self.weights, self.matmul, back, self.groups.tp_group, self.kept
+        groups = self.region.groups
+        back = None if groups.tp_size == 1 else self.region.entering[1]
+        return self.weights, self.matmul, back, groups.tp_group, self.kept
 
 
 class RowParallelLinear(ParallelLayer):
@@ -167,18 +166,16 @@ class RowParallelLinear(ParallelLayer):
         self,
         in_features: int,
         out_features: int,
-        groups: ParallelGroups,
+        region: Region,
         *,
         bias: bool = False,
-        sequence_parallel: bool = False,
         matmul: Matmul | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(Matmul(), matmul)
-        self.groups = groups
-        self.sequence_parallel = sequence_parallel
-        local = _divide(in_features, groups, "in_features")
+        self.region = region
+        local = _divide(in_features, region.groups, "in_features")
         self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
@@ -191,10 +188,10 @@ class RowParallelLinear(ParallelLayer):
         """Multiply x [tokens, in / tp], and start to sum up [tokens (/ tp with sequence parallelism), out]."""
         (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
         if self.bias is None:
-            return start_leave(y, self.groups, self.sequence_parallel, packed=self.matmul.gradient_travels)
+            return start_leave(y, self.region, packed=self.matmul.gradient_travels)
         # The first rank adds the bias to the sum, the others add zeros. Each of them gets the gradient of all tokens.
-        y = y + (self.bias if self.groups.tp_rank == 0 else self.bias - self.bias.detach())
-        return start_leave(y, self.groups, self.sequence_parallel)
+        y = y + (self.bias if self.region.groups.tp_rank == 0 else self.bias - self.bias.detach())
+        return start_leave(y, self.region)
 
     def normed(self, x: Tensor | Measured, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Measured]:
         """Multiply x on a group of one rank without a bias, add the stream, and normalize the sum. Return the sum and
@@ -214,27 +211,25 @@ class VocabParallelEmbedding(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        groups: ParallelGroups,
+        region: Region,
         *,
         scaled: bool = False,
-        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.groups = groups
-        self.sequence_parallel = sequence_parallel
+        self.region = region
         self._scale = float(torch.tensor(hidden_size**0.5).to(dtype)) if scaled else None
-        local = _divide(vocab_size, groups, "vocab_size")
+        local = _divide(vocab_size, region.groups, "vocab_size")
         self.weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
 
     def forward(self, tokens: Tensor) -> Tensor | Pending:
         """Look up tokens, int64 [tokens], and start to sum up [tokens (/ tp with sequence parallelism), hidden]."""
-        if self.groups.tp_size == 1:
+        if self.region.groups.tp_size == 1:
             return self._scaled(F.embedding(tokens, self.weight))
-        local, outside = local_ids(tokens, self.weight.shape[0], self.groups)
+        local, outside = local_ids(tokens, self.weight.shape[0], self.region.groups)
         rows = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return start_leave(self._scaled(rows), self.groups, self.sequence_parallel)
+        return start_leave(self._scaled(rows), self.region)
 
     def _scaled(self, rows: Tensor) -> Tensor:
         return rows if self._scale is None else rows * self._scale

@@ -18,6 +18,7 @@ from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig,
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer, gradients
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
@@ -118,7 +119,7 @@ def test_products_are_the_twins(number: torch.dtype) -> None:
 
 def _layer(name: str, device: str) -> ColumnParallelLinear:
     layer = ColumnParallelLinear(
-        512, SIZES, SINGLE, matmul=LOW_BIT[name], dtype=torch.bfloat16, device=torch.device(device)
+        512, SIZES, Region(SINGLE), matmul=LOW_BIT[name], dtype=torch.bfloat16, device=torch.device(device)
     )
     with torch.no_grad():
         for seed, parameter in enumerate(layer.parameters()):

@@ -16,6 +16,7 @@ from sagekernels.swiglu import swiglu_gradients_triton, swiglu_gradients_twin, s
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.mlp import MLP
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -85,7 +86,7 @@ def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pyt
         torch.manual_seed(1)
         place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
         matmuls = {"gate_up": matmul, "down": matmul}
-        layer = MLP(layers(SHAPE)[0], ParallelGroups.single(), matmuls=matmuls, sequence_parallel=False, **place)
+        layer = MLP(layers(SHAPE)[0], Region(ParallelGroups.single()), matmuls=matmuls, **place)
         for weight in layer.parameters():
             torch.nn.init.normal_(weight, std=0.05)
         keep_weights(layer)

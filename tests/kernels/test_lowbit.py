@@ -10,7 +10,7 @@ from distributed import run_distributed
 from sagekernels.casts import E4M3, INT8, QUANTIZE_BOTH, Rounded, quantize
 from sagekernels.lowbit import LOW_BIT, LowBit, library_product, product
 from sagekernels.matmul import linear
-from sagetrain.parallel.collectives import finish_leave
+from sagetrain.parallel.collectives import Region, finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -276,7 +276,7 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: str) -> None:
     torch._dynamo.reset()
     groups, sizes = ParallelGroups.single(), {"a": 64, "c": 32}
     layers = torch.nn.ModuleList(
-        ColumnParallelLinear(IN, sizes, groups, matmul=LOW_BIT[name], dtype=torch.float32) for _ in range(3)
+        ColumnParallelLinear(IN, sizes, Region(groups), matmul=LOW_BIT[name], dtype=torch.float32) for _ in range(3)
     )
     x, g = _random(1, 20, IN), _random(2, 20, 96)
     compiled = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
@@ -304,7 +304,7 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: str) -> None:
 def test_weights_that_are_kept_are_not_rounded_again(name: str) -> None:
     """In every micro-batch of a step, forward and backward do not read the parameters."""
     layer = ColumnParallelLinear(
-        IN, {"a": 64, "c": 32}, ParallelGroups.single(), matmul=LOW_BIT[name], dtype=torch.float32
+        IN, {"a": 64, "c": 32}, Region(ParallelGroups.single()), matmul=LOW_BIT[name], dtype=torch.float32
     )
     for j, weight in enumerate(layer.parameters()):
         weight.data.copy_(_random(10 + j, *weight.shape))
@@ -349,16 +349,16 @@ def _gather_gradients(groups: ParallelGroups, dtype: torch.dtype, compiled: bool
     """Compare a row-parallel layer under sequence parallelism that gathers dY in 8 bits with one that gathers dY
     whole. Return the number of elements that differ, of the gradients of x and of the weight, and the bytes that were
     gathered."""
-    own, results = LOW_BIT["fp8"], []
+    own, region, results = LOW_BIT["fp8"], Region(groups, sharded=True), []
     x, grad = _random(1, 40, 32).to(dtype), _even(2 + groups.tp_rank, 20, 64).to(dtype)
     for matmul in (Whole(**vars(own)), own):
-        layer = RowParallelLinear(64, 64, groups, sequence_parallel=True, matmul=matmul, dtype=dtype)
+        layer = RowParallelLinear(64, 64, region, matmul=matmul, dtype=dtype)
         with torch.no_grad():
             layer.weight.copy_(_random(3 + groups.tp_rank, 64, 32))
         if compiled:
             layer.compile(fullgraph=True, backend="aot_eager")
         leaf = x.clone().requires_grad_()
-        y = finish_leave(layer(leaf), groups, True)
+        y = finish_leave(layer(leaf), region)
         with Gathered() as gathered:
             y.backward(grad)
         results.append([leaf.grad, layer.weight.grad])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distributed import run_distributed
 from sagekernels.matmul import Matmul
 from sagetrain.model.head import Head
-from sagetrain.parallel.collectives import finish_leave, start_enter
+from sagetrain.parallel.collectives import Region, finish_leave, start_enter
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -81,29 +81,30 @@ def _close(actual: Tensor, expected: Tensor, rtol: float = 1e-12, atol: float = 
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
-def _layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool) -> nn.ModuleDict:
+def _layers(region: Region, joined: bool) -> nn.ModuleDict:
     """Return one layer of each kind, each with a value of its own."""
-    place = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
-    column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, groups, matmul=Rounding(joined), **place)
-    row = RowParallelLinear(INNER, HIDDEN, groups, matmul=Rounding(joined), **place)
-    weight = nn.Parameter(torch.empty(VOCAB // groups.tp_size, HIDDEN).double())
-    head = Head(weight, groups, sequence_parallel=sequence_parallel, matmul=Rounding(joined))
+    column = ColumnParallelLinear(
+        HIDDEN, {"a": INNER, "c": INNER}, region, matmul=Rounding(joined), dtype=torch.float64
+    )
+    row = RowParallelLinear(INNER, HIDDEN, region, matmul=Rounding(joined), dtype=torch.float64)
+    weight = nn.Parameter(torch.empty(VOCAB // region.groups.tp_size, HIDDEN).double())
+    head = Head(weight, region, matmul=Rounding(joined))
     layers = nn.ModuleDict({"column": column, "row": row, "head": head})
     with torch.no_grad():
         for seed, (name, parameter) in enumerate(layers.named_parameters()):
             shape = {"column": (INNER, HIDDEN), "row": (HIDDEN, INNER), "head": (VOCAB, HIDDEN)}[name.split(".")[0]]
-            parameter.copy_(shard(_random(seed, *shape), int(name.startswith("row.")), groups))
+            parameter.copy_(shard(_random(seed, *shape), int(name.startswith("row.")), region.groups))
     return layers
 
 
-def _check_layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool) -> None:
+def _check_layers(region: Region, joined: bool) -> None:
     """Compare a column-parallel layer, a product and a row-parallel layer with the same on one rank."""
-    layers = _layers(groups, sequence_parallel, joined)
-    tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
+    layers = _layers(region, joined)
+    tokens = shard(torch.arange(TOKENS), 0 if region.sharded else None, region.groups)
     x, g = _random(9, TOKENS, HIDDEN), _random(10, TOKENS, HIDDEN)
     own = x[tokens].requires_grad_()
-    left, right = layers["column"](start_enter(own, groups, sequence_parallel))
-    y = finish_leave(layers["row"](torch.tanh(left) * right), groups, sequence_parallel)
+    left, right = layers["column"](start_enter(own, region))
+    y = finish_leave(layers["row"](torch.tanh(left) * right), region)
     y.backward(g[tokens])
 
     a, c, b = weights = [_leaf(0, INNER, HIDDEN), _leaf(1, INNER, HIDDEN), _leaf(2, HIDDEN, INNER)]
@@ -114,16 +115,16 @@ def _check_layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool)
     _close(own.grad, x.grad[tokens])
     parameters = [*layers["column"].parameters(), layers["row"].weight]
     for dim, dense, parameter in zip((0, 0, 1), weights, parameters, strict=True):
-        _close(parameter.grad, shard(dense.grad, dim, groups))
+        _close(parameter.grad, shard(dense.grad, dim, region.groups))
 
 
-def _check_head(groups: ParallelGroups, sequence_parallel: bool, labels: Tensor | None) -> None:
+def _check_head(region: Region, labels: Tensor | None) -> None:
     """Compare the loss of the head, or its logits."""
-    head = _layers(groups, sequence_parallel, False)["head"]
-    tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
+    head = _layers(region, False)["head"]
+    tokens = shard(torch.arange(TOKENS), 0 if region.sharded else None, region.groups)
     x, weight = _random(9, TOKENS, HIDDEN), _leaf(3, VOCAB, HIDDEN)
     own = x[tokens].requires_grad_()
-    out = head([start_enter(own, groups, sequence_parallel)], labels)
+    out = head([start_enter(own, region)], labels)
     out.sum().backward()
 
     logits = Dense.apply(x.requires_grad_(), weight)
@@ -134,34 +135,34 @@ def _check_head(groups: ParallelGroups, sequence_parallel: bool, labels: Tensor 
     truth.sum().backward()
     _close(out.double(), truth / scale, **close)
     _close(own.grad, x.grad[tokens] / scale, **close)
-    _close(head.weight.grad, shard(weight.grad, 0, groups) / scale, **close)
+    _close(head.weight.grad, shard(weight.grad, 0, region.groups) / scale, **close)
 
 
 def _check_all(groups: ParallelGroups) -> None:
-    for sequence_parallel in (False, True)[: groups.tp_size]:
+    for region in (Region(groups), Region(groups, sharded=True))[: groups.tp_size]:
         for joined in (False, True):
-            _check_layers(groups, sequence_parallel, joined)
-        _check_head(groups, sequence_parallel, torch.arange(TOKENS) * 2 % VOCAB)
-        _check_head(groups, sequence_parallel, None)
-        _check_compiled(groups, sequence_parallel)
+            _check_layers(region, joined)
+        _check_head(region, torch.arange(TOKENS) * 2 % VOCAB)
+        _check_head(region, None)
+        _check_compiled(region)
 
 
 class Layer(nn.Module):
     """Column-parallel, then row-parallel weights, compiled like a block: one code for all layers, a value for each."""
 
-    def __init__(self, groups: ParallelGroups, sequence_parallel: bool) -> None:
+    def __init__(self, region: Region) -> None:
         super().__init__()
-        self.region, self.layers = (groups, sequence_parallel), _layers(groups, sequence_parallel, False)
+        self.region, self.layers = region, _layers(region, False)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = self.layers["column"](start_enter(x, *self.region))
-        return finish_leave(self.layers["row"](left * right), *self.region)
+        left, right = self.layers["column"](start_enter(x, self.region))
+        return finish_leave(self.layers["row"](left * right), self.region)
 
 
-def _check_compiled(groups: ParallelGroups, sequence_parallel: bool) -> None:
+def _check_compiled(region: Region) -> None:
     """Check that there is one graph for training and one for evaluation, however many layers and values there are."""
     torch._dynamo.reset()
-    network = nn.Sequential(*(Layer(groups, sequence_parallel) for _ in range(4)))
+    network = nn.Sequential(*(Layer(region) for _ in range(4)))
     x = 0.1 * _random(9, TOKENS, HIDDEN)
     results = []
     for compiled in (False, True):
@@ -195,7 +196,7 @@ def test_gradients_are_those_of_autograd_bit_for_bit(dtype: torch.dtype) -> None
     """If products of one input are not joined, they are added in the order in which autograd adds those of separate
     linear layers."""
     groups = ParallelGroups.single()
-    layer = ColumnParallelLinear(HIDDEN, {"q": 16, "k": 8, "v": 8}, groups, dtype=dtype)
+    layer = ColumnParallelLinear(HIDDEN, {"q": 16, "k": 8, "v": 8}, Region(groups), dtype=dtype)
     with torch.no_grad():
         for seed, parameter in enumerate(layer.parameters()):
             parameter.copy_(_random(seed, *parameter.shape))

@@ -24,6 +24,7 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.topology import ParallelGroups
 
 SINGLE = ParallelGroups.single()
@@ -143,7 +144,7 @@ def test_joined_gradients_are_not_copied(matmul: Matmul, functions: tuple[Attent
     for function in functions:
         operator = "normed_backward" if function.normalizes else "qk_norm_rope_gradients"
         layer = attention.Attention(
-            layers(SHAPE, "before_rope")[0], function, SINGLE, matmuls={"qkv": matmul}, sequence_parallel=False, **place
+            layers(SHAPE, "before_rope")[0], function, Region(SINGLE), matmuls={"qkv": matmul}, **place
         )
         for weight in layer.parameters():
             nn.init.normal_(weight)

@@ -18,6 +18,7 @@ from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import mlp
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -90,9 +91,7 @@ def test_what_it_does_not_take_it_refuses() -> None:
 def backward_graph(matmul: Matmul) -> list[str]:
     """Return the operations in an MLP's backward pass."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    layer = mlp.MLP(
-        layers(SHAPE)[0], SINGLE, matmuls={"gate_up": matmul, "down": matmul}, sequence_parallel=False, **place
-    )
+    layer = mlp.MLP(layers(SHAPE)[0], Region(SINGLE), matmuls={"gate_up": matmul, "down": matmul}, **place)
     for weight in layer.parameters():
         nn.init.normal_(weight)
     return backward_calls(lambda x: layer.down(layer(x)))
@@ -119,7 +118,7 @@ def test_both_casts_know_the_largest_magnitudes() -> None:
 
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     matmuls = dict.fromkeys(("gate_up", "down"), LOW_BIT["int8"])
-    layer = mlp.MLP(layers(SHAPE)[0], SINGLE, matmuls=matmuls, sequence_parallel=False, **place)
+    layer = mlp.MLP(layers(SHAPE)[0], Region(SINGLE), matmuls=matmuls, **place)
     for weight in layer.parameters():
         nn.init.normal_(weight, std=0.1)
     keep_weights(layer)

@@ -32,6 +32,7 @@ from sagetrain.model.delta_rule import DeltaRule, Fla, Recurrent, delta_rule
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.model.selection import attention_functions
 from sagetrain.optim.build import groups, rule_of
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.topology import ParallelGroups
 
 DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 32}
@@ -397,9 +398,8 @@ def test_ranks_with_parts_of_heads_are_refused_by_the_module() -> None:
         DeltaNet(
             layers(cfg.model)[0],
             Recurrent(),
-            groups,
+            Region(groups),
             matmuls={},
-            sequence_parallel=False,
             dtype=torch.float32,
             device=CPU,
         )

@@ -10,6 +10,7 @@ from sagekernels.lowbit import LOW_BIT
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.moe import MoE
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -23,9 +24,7 @@ def mixture(dtype: torch.dtype, share: float = 1.0, matmuls: dict | None = None,
         num_layers=1, hidden_size=HIDDEN, ffn_hidden_size=48, num_attention_heads=2, experts={**EXPERT, **experts}
     )
     groups, place = ParallelGroups.single(), {"dtype": dtype, "device": None}
-    moe = MoE(
-        layers(cfg)[0], groups, matmuls=matmuls or {}, sequence_parallel=False, share=torch.tensor(share), **place
-    )
+    moe = MoE(layers(cfg)[0], Region(groups), matmuls=matmuls or {}, share=torch.tensor(share), **place)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in moe.named_parameters():

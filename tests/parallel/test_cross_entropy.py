@@ -9,7 +9,7 @@ from torch import Tensor
 from distributed import run_distributed
 from sagekernels.casts import quantize
 from sagekernels.lowbit import HEADS, LowBit
-from sagetrain.parallel.collectives import finish_enter, start_enter
+from sagetrain.parallel.collectives import Region, finish_enter, start_enter
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -213,7 +213,7 @@ def _check_sharded_in_8_bits(groups: ParallelGroups) -> None:
         found = []
         for ranks in (SINGLE, groups):
             h, w = hidden.float().requires_grad_(), shard(weight, 0, ranks).float().requires_grad_()
-            entered = finish_enter(start_enter(h, ranks, False), ranks, False)
+            entered = finish_enter(start_enter(h, Region(ranks)), Region(ranks))
             loss = linear_cross_entropy(entered, w, labels, ranks, matmul=matmul, chunk=10)
             loss.backward()
             found.append((loss.detach(), h.grad, w.grad))
@@ -232,7 +232,7 @@ def _check_sharded() -> None:
         for chunk, own in ((None, None), (10, None), (10, _own_loss)):
             hidden = hidden_full.float().requires_grad_()
             weight = shard(weight_full, 0, groups).float().requires_grad_()
-            entered = finish_enter(start_enter(hidden, groups, False), groups, False)
+            entered = finish_enter(start_enter(hidden, Region(groups)), Region(groups))
             loss = linear_cross_entropy(entered, weight, labels, groups, chunk=chunk, loss=own)
             loss.backward()
             close = {"rtol": 1e-5, "atol": 1e-5}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from distributed import run_distributed
 from sagetrain.parallel.collectives import (
+    Region,
     finish_enter,
     finish_leave,
     gather_from_region,
@@ -52,7 +53,7 @@ def _check_collectives() -> None:
     own = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
 
     x = _leaf(xs[0])
-    y = finish_enter(start_enter(x, groups, False), groups, False)
+    y = finish_enter(start_enter(x, Region(groups)), Region(groups))
     y.backward(gs[rank])
     _close(y, xs[0])
     _close(x.grad, sum(gs))
@@ -71,13 +72,13 @@ def _check_collectives() -> None:
     _close(x.grad, g[:, rank * HIDDEN : (rank + 1) * HIDDEN])
 
     x = _leaf(xs[0][own])
-    y = finish_enter(start_enter(x, groups, True), groups, True)
+    y = finish_enter(start_enter(x, Region(groups, True)), Region(groups, True))
     y.backward(gs[rank])
     _close(y, xs[0])
     _close(x.grad, sum(gs)[own])
 
     x = _leaf(xs[rank])
-    y = finish_leave(start_leave(x, groups, True), groups, True)
+    y = finish_leave(start_leave(x, Region(groups, True)), Region(groups, True))
     y.backward(gs[0][own])
     _close(y, sum(xs)[own])
     _close(x.grad, gs[0])
@@ -88,7 +89,7 @@ def _check_collectives() -> None:
     (y * gs[0].t()).sum().backward()
     _close(x.grad, gs[0].t())
     x = _leaf(xs[0])
-    y = finish_enter(start_enter(x, groups, False), groups, False)
+    y = finish_enter(start_enter(x, Region(groups)), Region(groups))
     y.sum().backward()  # The gradient is an expanded scalar.
     _close(x.grad, torch.full_like(x, size))
 
@@ -104,16 +105,16 @@ def _check_mlp(sequence_parallel: bool) -> None:
     y_dense = F.linear(torch.tanh(F.linear(x_dense, a_dense)) * F.linear(x_dense, c_dense), b_dense)
     y_dense.backward(g_full)
 
-    place = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": torch.device("cpu")}
-    column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, groups, **place)
-    row = RowParallelLinear(INNER, HIDDEN, groups, **place)
+    region, place = Region(groups, sequence_parallel), {"dtype": torch.float64, "device": torch.device("cpu")}
+    column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, region, **place)
+    row = RowParallelLinear(INNER, HIDDEN, region, **place)
     _fill(column.a, a, 0, groups)
     _fill(column.c, c, 0, groups)
     _fill(row.weight, b, 1, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     x = _leaf(x_full[tokens])
-    left, right = column(start_enter(x, groups, sequence_parallel))
-    y = finish_leave(row(torch.tanh(left) * right), groups, sequence_parallel)
+    left, right = column(start_enter(x, region))
+    y = finish_leave(row(torch.tanh(left) * right), region)
     y.backward(g_full[tokens])
 
     _close(y, y_dense[tokens])
@@ -132,10 +133,11 @@ def _check_embedding(sequence_parallel: bool) -> None:
     y_dense = F.embedding(ids, dense)
     y_dense.backward(g_full)
 
-    layer = VocabParallelEmbedding(VOCAB, HIDDEN, groups, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    region = Region(groups, sequence_parallel)
+    layer = VocabParallelEmbedding(VOCAB, HIDDEN, region, dtype=torch.float64)
     _fill(layer.weight, table, 0, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
-    y = finish_leave(layer(ids), groups, sequence_parallel)
+    y = finish_leave(layer(ids), region)
     y.backward(g_full[tokens])
     _close(y, y_dense[tokens])
     _close(layer.weight.grad, shard(dense.grad, 0, groups))
@@ -147,9 +149,9 @@ def _check_everything() -> None:
         _check_mlp(sequence_parallel)
         _check_embedding(sequence_parallel)
     with pytest.raises(ValueError, match=r"out_features of a \(9\) is not a multiple of tensor_parallel_size"):
-        ColumnParallelLinear(HIDDEN, {"a": 9}, _groups(), dtype=torch.float32)
-    groups = _groups()
-    assert len(finish_leave(start_leave(torch.ones(4, 2), groups, True), groups, True)) == 4 // groups.tp_size
+        ColumnParallelLinear(HIDDEN, {"a": 9}, Region(_groups()), dtype=torch.float32)
+    region = Region(_groups(), sharded=True)
+    assert len(finish_leave(start_leave(torch.ones(4, 2), region), region)) == 4 // dist.get_world_size()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -162,7 +164,7 @@ def test_group_of_one_leaves_tensors_alone() -> None:
     for function in (reduce_from_region, gather_from_region):
         assert function(x, groups) is x
     for function in (start_enter, finish_enter, start_leave, finish_leave):
-        assert function(x, groups, True) is x and function(x, groups, False) is x
+        assert function(x, Region(groups, True)) is x and function(x, Region(groups)) is x
 
 
 def test_a_shard_is_a_slice_along_the_dim_that_is_cut() -> None:
@@ -176,5 +178,5 @@ def test_a_shard_is_a_slice_along_the_dim_that_is_cut() -> None:
 def test_gradients_of_weights_with_one_x_are_joined(tp_size: int) -> None:
     """Tensor parallelism makes the matmuls thin. Elsewhere joining the gradients would only cost copies."""
     groups = ParallelGroups(Topology(tp_size, tp_size), rank=0)
-    layer = ColumnParallelLinear(HIDDEN, {"a": INNER, "b": INNER}, groups, dtype=torch.float64)
+    layer = ColumnParallelLinear(HIDDEN, {"a": INNER, "b": INNER}, Region(groups), dtype=torch.float64)
     assert layer.matmul.joined == (tp_size == 2)
