@@ -17,6 +17,7 @@ from sagetrain.checkpoint import in_store
 from sagetrain.checkpoint.manifest import MANIFEST, write_manifest
 from sagetrain.checkpoint.manifest import packed as packed_manifest
 from sagetrain.checkpoint.on_disk import remove, sha256
+from sagetrain.storage.local import sync
 from sagetrain.storage.url_path import Location, UrlPath, store_at
 
 Contents = Mapping[str, bytes | dict[str, torch.Tensor]]
@@ -90,11 +91,7 @@ class OnDisk:
 
     def _sync(self, path: Path) -> None:
         self._moved()
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 class InStore:

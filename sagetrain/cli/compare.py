@@ -128,6 +128,7 @@ def compare(
 
         overrides = [] if report_only else [word for word in words if is_assignment(word)]
         named = [word for word in words if word not in overrides]
+        line = shlex.join(["sagetrain", *(context.obj or ())])
         failed = 0
         if tune is not None or budget is not None:
             from sagetrain.comparing import tuning
@@ -146,20 +147,15 @@ def compare(
             key = search.search().key
             where = comparing.places(output or search.default_output(key), run_dirs, per_gpu)
             errors.output = where.output
-            line = shlex.join(["sagetrain", *(context.obj or ())])
             rounds = tuning.tune(search, where, warn, command=line, margin=margin, time_limit=time_limit)
-            if failed := tuning.failed(rounds):
-                warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
-                leave(TRAINING_EXIT_CODE)
-            return
-        if report_only:
+            failed = tuning.failed(rounds)
+        elif report_only:
             if output is None and (len(named) > 1 or is_assignment(named[0])):
                 raise ConfigError(
                     "several folders, or one whose row gets a name, become a page of its own: name its folder with "
                     "--output; theirs stay as they are"
                 )
-            found = comparing.read_folders(named)
-            output = output or Path(named[0])
+            comparing.report(comparing.read_folders(named), output or Path(named[0]), margin, title, warn)
         else:
             from sagetrain.comparing.compare_request import CompareRequest
 
@@ -170,11 +166,10 @@ def compare(
             question = request.question()
             where = request.places(question)
             errors.output = where.output
-            line = shlex.join(["sagetrain", *(context.obj or ())])
             found = comparing.compare(question, where, warn, command=line, time_limit=time_limit)
-            output, failed = where.output, len(found.failed([*question.jobs()]))
-        if found.runs or report_only:  # There are no runs if the command was stopped before any began.
-            comparing.report(found, output, margin, title, warn)
+            failed = len(found.failed([*question.jobs()]))
+            if found.runs:  # There are none if the command was stopped before any began.
+                comparing.report(found, where.output, margin, title, warn)
         if failed:
             warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
             leave(TRAINING_EXIT_CODE)

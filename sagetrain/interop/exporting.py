@@ -32,6 +32,7 @@ from sagetrain.interop.families import Family, family_of
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.tensors import TensorSpec, tensors
+from sagetrain.storage.local import sync
 from sagetrain.storage.range_reader import send_folder
 from sagetrain.storage.url_path import UrlPath
 
@@ -255,11 +256,7 @@ def published(folder: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(path)
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
         said = getattr(error, "strerror", None) or str(error)

@@ -16,6 +16,15 @@ from sagetrain.storage.store import Store
 _UNFINISHED = ".partial"
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Local(Store):
     """A store in a folder. The folder is made by the first file."""
 
@@ -85,10 +94,6 @@ class Local(Store):
                 file.flush()
                 os.fsync(file.fileno())
             yield beside
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync(path.parent)
         finally:
             beside.unlink(missing_ok=True)
