@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -346,3 +346,9 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(tree, dict):
         return {k: v for key, sub in tree.items() for k, v in flat(sub, f"{prefix}{key}.").items()}
     return {prefix[:-1]: tree}
+
+
+def null_above(tree: Mapping[str, Any], key: str) -> bool:
+    """Return whether flat settings have null in the place of a section that this key is in."""
+    names = key.split(".")
+    return any(tree.get(".".join(names[:count]), "") is None for count in range(1, len(names)))

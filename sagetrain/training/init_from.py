@@ -13,7 +13,7 @@ from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Identity, InitFromRecord
 from sagetrain.config.errors import CheckpointError, ConfigError
-from sagetrain.config.load import flat
+from sagetrain.config.load import flat, null_above
 from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.engines.step import Engine
@@ -97,8 +97,13 @@ def is_recorded(folder: Location, record: InitFromRecord) -> bool:
 def differences(theirs: Identity, ours: Identity) -> list[str]:
     """Return the reasons why a run cannot begin with the weights of a checkpoint, from the identities of both."""
     before, now = flat(theirs.complete.model), flat(ours.model)
-    keys = [key for key in now if key in before and key.partition(".")[0] not in _FREE]
-    found = [f"model.{key}: {before[key]!r} there, {now[key]!r} here" for key in keys if before[key] != now[key]]
+    keys = [key for key in now if key in before or null_above(before, key)]
+    keys += [key for key in before if null_above(now, key)]
+    found = [
+        f"model.{key}: {before.get(key)!r} there, {now.get(key)!r} here"
+        for key in keys
+        if key.partition(".")[0] not in _FREE and before.get(key) != now.get(key)
+    ]
     if theirs.qk_norm != ours.qk_norm:
         found.append(f"attention.qk_norm: {theirs.qk_norm!r} there, {ours.qk_norm!r} here")
     if ours.vocab_size and theirs.vocab_size != ours.vocab_size:

@@ -15,7 +15,7 @@ from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.former_keys import take_out
-from sagetrain.config.load import flat, saved_config
+from sagetrain.config.load import flat, null_above, saved_config
 from sagetrain.config.rules.data import ORDER
 from sagetrain.config.run_parts import KEYS_OF_STAGES, lengths_of, part_at, parts
 from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
@@ -56,7 +56,8 @@ def check(
     reader, train = Reader(folder), cfg.data.train
     state = reader.state
     theirs, ours = flat(state.identity.complete.to_json()), flat(identity.to_json())
-    keys = (*ours, "loss")  # Cross-entropy has no name, and the checkpoint's loss may have one.
+    # Cross-entropy has no name, and the checkpoint's loss may have one. Only the checkpoint may have a section.
+    keys = (*ours, "loss", *(key for key in theirs if null_above(ours, key)))
     different = [key for key in keys if theirs.get(key) != ours.get(key)]
     changed = {key: f"{key}: checkpoint {theirs.get(key)!r}, this run {ours.get(key)!r}" for key in different}
     order, data = changed.pop(ORDER, ""), verify.changed(state.files, files)

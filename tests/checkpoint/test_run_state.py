@@ -12,8 +12,9 @@ import tiny
 from manifests import rewrite
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import VERSION, RunState, SettledLinear
-from sagetrain.config.errors import CheckpointError
+from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.training import resume
 from sagetrain.training.init_from import differences
 
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
@@ -145,3 +146,20 @@ def test_keys_of_the_model_that_came_later_have_their_defaults() -> None:
     now = replace(identity, model={**identity.complete.model, "qkv_bias": True})
     assert differences(identity, now) == ["model.qkv_bias: False there, True here"]
     assert differences(identity, replace(now, model={**now.model, "qkv_bias": False})) == []
+
+
+WINDOWS = {"windows": {"tokens": 40, "pattern": "WF", "rope_theta": None}}
+
+
+@pytest.mark.parametrize(("before", "now"), [(WINDOWS, {"windows": None}), ({}, WINDOWS)])
+def test_a_section_that_only_one_of_two_models_has_is_a_difference(before: dict, now: dict, tmp_path: Path) -> None:
+    """Neither a run that goes on nor one that begins with the weights computes attention otherwise."""
+    first, cfg = tiny.run_state(1, 4 * tiny.SEQ), tiny.config(0)
+    theirs, ours = (
+        replace(first.identity, model=replace(first.identity, model=model).complete.model) for model in (before, now)
+    )
+    folder = tiny.save(tmp_path, ParallelGroups.single(), replace(first, identity=theirs), ())
+    tokens = [each["windows"] and each["windows"]["tokens"] for each in (theirs.model, ours.model)]
+    assert f"model.windows.tokens: {tokens[0]} there, {tokens[1]} here" in differences(theirs, ours)
+    with pytest.raises(ConfigError, match=rf"windows\.tokens: checkpoint {tokens[0]}, this run {tokens[1]}.*settings"):
+        resume.check(folder, cfg, ours, {})
