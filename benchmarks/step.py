@@ -14,8 +14,10 @@ linear layers in bf16 or by torchao's convert_to_float8_training, without the ou
 attention stays within documents whose lengths are drawn from a log-normal distribution (sigma 1) around that median;
 plain PyTorch has no such rows.
 
-Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. MFU is a share of
-the 16-bit peak for all of them.
+Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. Then all are in
+memory at once, those of one side with the same weights and optimizer, and take their steps in turn: a GPU at its power
+limit is slower the longer it works. To see what one of them takes of memory, run it alone. MFU is a share of the 16-bit
+peak for all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -64,7 +66,7 @@ ATTENTION = {  # These are the names of --ours.
     **{name: AttentionConfig(backend="sage", recipe=name) for name in ("fine", "paper", "scores")},
 }
 PEERS = ("bf16", "tensorwise", "rowwise")
-CHECKED_STEPS = 8
+CHECKED_STEPS, TIMED_STEPS = 8, 3
 TOLERANCE = {False: 0.03, True: 0.1}
 """Largest distance of the losses of those steps from the first contender's, in units of what its loss falls, without
 and with linear layers in 8 bits. On the tiny shape 16 bits are within 0.002 and 8 bits within 0.012; without gradient
@@ -82,7 +84,7 @@ class Contender:
     compiled: Callable[[], Callable[..., Tensor]]
     """Compile the model, and return the call that gives the loss."""
     updated: Callable[[], object] = lambda: None
-    """Call this when the weights have changed."""
+    """Call this before a step, because the weights have changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,6 @@ class Case:
             head = linear[1] if linear[1:] else "bf16"
             asked = LinearConfig(precision=precision, keep_layers_below=int(*below), head=head)
         model = self._transformer(ATTENTION[name], asked)
-        model.keep_weights()
 
         def compiled() -> Callable[..., Tensor]:
             compile_blocks(model)
@@ -140,21 +141,29 @@ class MasterAdamW:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.masters = [p.detach().float() for p in parameters]
-        self.gradients = [torch.empty_like(master) for master in self.masters]
-        for master, gradient in zip(self.masters, self.gradients, strict=True):
-            master.grad = gradient
         fused = parameters[0].is_cuda
         # There is no warm-up. At 1e-4 the losses of a wide model would swing by more than the precisions differ.
         lr = min(1e-4, 0.032 / min(p.shape[-1] for p in parameters if p.dim() == 2))
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
 
+    def lend(self, model: nn.Module) -> None:
+        """Let another model have these parameters in place of its own."""
+        lent = dict(zip(model.parameters(), self.parameters, strict=True))
+        for module in model.modules():
+            for name, own in list(module.named_parameters(recurse=False)):
+                setattr(module, name, lent[own])
+
     @torch.no_grad()
     def step(self) -> None:
-        torch._foreach_copy_(self.gradients, [p.grad for p in self.parameters])
+        # There are no activations now, so gradients in fp32 are not what the most memory is taken for.
+        gradients = [torch.empty_like(master) for master in self.masters]
+        torch._foreach_copy_(gradients, [p.grad for p in self.parameters])
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
         self.optimizer.step()
         torch._foreach_copy_(self.parameters, self.masters)
-        for parameter in self.parameters:
-            parameter.grad = None
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,16 +195,17 @@ class Microbatch:
         return model(self.tokens, self.labels, cu_seqlens=self.cu_seqlens, max_seqlen=self.tokens.shape[1])
 
 
-def make_step(contender: Contender, loss_of: Callable[..., Tensor], batch: Microbatch, accumulation: int):
+def make_step(
+    contender: Contender, loss_of: Callable[..., Tensor], batch: Microbatch, accumulation: int, optimizer: MasterAdamW
+) -> Callable[[], Tensor]:
     """Return a function that takes one optimizer step and returns the loss of its last micro-batch."""
-    optimizer = MasterAdamW(list(contender.model.parameters()))
 
     def step() -> Tensor:
+        contender.updated()
         for _ in range(accumulation):
             loss = batch.loss(loss_of)
             loss.backward()
         optimizer.step()
-        contender.updated()
         return loss
 
     return step
@@ -214,9 +224,10 @@ def check(case: Case, names: Sequence[str], batch: Microbatch) -> list[str]:
         except ImportError as error:
             print(f"{name}: not installed ({error})", flush=True)
             continue
-        step = make_step(contender, contender.model, batch, 1)
+        optimizer = MasterAdamW(list(contender.model.parameters()))
+        step = make_step(contender, contender.model, batch, 1, optimizer)
         losses = [step().item() for _ in range(CHECKED_STEPS)]
-        del contender, step
+        del contender, optimizer, step
         free()
         first, expected = first or name, expected or losses
         print(f"{name:34s} losses {'  '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
@@ -228,16 +239,26 @@ def check(case: Case, names: Sequence[str], batch: Microbatch) -> list[str]:
     return present
 
 
-def milliseconds(step: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    """Return the median time of a step."""
-    times = []
-    for _ in range(repeats):
-        _synchronize(device)
-        start = time.perf_counter()
-        step()
-        _synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+def in_turn(steps: Mapping[str, Callable[[], Tensor]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the median milliseconds of each contender's steps in each round. In a round each of them takes one step
+    untimed and TIMED_STEPS timed, and another one is the first in the next round."""
+    names, found = list(steps), {name: [] for name in steps}
+    for turn in range(rounds):
+        at = turn % len(names)
+        for name in names[at:] + names[:at]:
+            _, *times = [milliseconds(steps[name], device) for _ in range(1 + TIMED_STEPS)]
+            found[name].append(statistics.median(times))
+            print(f"round {turn + 1}: {name:34s} {found[name][-1]:9.2f} ms", flush=True)
+    return found
+
+
+def milliseconds(step: Callable[[], Tensor], device: torch.device) -> float:
+    """Return the time of a step."""
+    _synchronize(device)
+    start = time.perf_counter()
+    step()
+    _synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -315,7 +336,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--ours", type=ours, default="sdpa,scores", help="what SageTrain runs with, separated by commas"
     )
     parser.add_argument("--peers", type=peers, default=",".join(PEERS), help="linear layers of plain PyTorch, the same")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=4, help=f"rounds, in which each takes {TIMED_STEPS} timed steps")
     parser.add_argument("--compile", choices=["on", "off"], default="on")
     parser.add_argument("--profile", type=int, default=0, help="list this many kernels of each")
     arguments = parser.parse_args(words)
@@ -346,25 +367,31 @@ def main(words: Sequence[str] | None = None) -> None:
     with sdpa_kernel(backends, set_priority=True) if device.type == "cuda" else nullcontext():
         # The check is not compiled and so takes more memory than what is timed.
         present = check(case, names, Microbatch.draw(1, min(length, 16384), arguments.documents, device))
-        rates: dict[str, float] = {}
+        steps: dict[str, Callable[[], Tensor]] = {}
+        optimizers: dict[str, MasterAdamW] = {}
         for name in present:
-            contender = case.build(name)
+            contender, side = case.build(name), name.split()[0]
+            if side in optimizers:
+                optimizers[side].lend(contender.model)
+            else:
+                optimizers[side] = MasterAdamW(list(contender.model.parameters()))
             loss_of = contender.compiled() if arguments.compile == "on" else contender.model
-            step = make_step(contender, loss_of, batch, arguments.accumulation)
-            for _ in range(3):
-                step()
-            ms = milliseconds(step, device, arguments.repeats)
+            steps[name] = make_step(contender, loss_of, batch, arguments.accumulation, optimizers[side])
+            for _ in range(2):
+                steps[name]()
+        times, rates = in_turn(steps, arguments.repeats, device), {}
+        for name in present:
+            ms = statistics.median(times[name])
             rates[name] = arguments.accumulation * batch.tokens.numel() / ms * 1e3
             mfu = f"{rates[name] * flops / peak:.3f}" if peak else "-"
-            print(f"{name:34s} {ms:9.2f} ms  {rates[name]:9.0f} tokens/s  MFU {mfu}  {memory_gib(device):6.1f} GiB",
-                  flush=True)  # fmt: skip
-            if arguments.profile:
-                print_profile(name, step, arguments.profile)
-            del contender, loss_of, step
-            free()
-    for peer in (name for name in rates if name.startswith("plain")):
-        for name in (name for name in rates if not name.startswith("plain")):
-            print(f"{name}: {rates[name] / rates[peer]:.3f} x {peer}")
+            print(f"{name:34s} {ms:9.2f} ms  {rates[name]:9.0f} tokens/s  MFU {mfu}")
+        print(f"memory of all together: {memory_gib(device):.1f} GiB")
+        for peer in (name for name in rates if name.startswith("plain")):
+            for name in (name for name in rates if not name.startswith("plain")):
+                ratios = " ".join(f"{a / b:.3f}" for a, b in zip(times[peer], times[name], strict=True))
+                print(f"{name}: {rates[name] / rates[peer]:.3f} x {peer}, by rounds {ratios}")
+        for name in present if arguments.profile else ():
+            print_profile(name, steps[name], arguments.profile)
 
 
 if __name__ == "__main__":

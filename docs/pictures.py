@@ -281,12 +281,12 @@ def checkpoint() -> Picture:
 GAINS = (
     ("1B", "PyTorch, bf16", 76_835, 76_835),
     ("", "PyTorch, torchao FP8", 88_405, 76_835),
-    ("", "SageTrain, default: INT8", 110_163, 75_929),
-    ("", "SageTrain, FP8 layers", 107_093, 75_929),
+    ("", "SageTrain, default: INT8", 112_986, 76_722),
+    ("", "SageTrain, FP8 layers", 108_758, 76_722),
     ("7B's width", "PyTorch, bf16", 49_174, 49_174),
     ("", "PyTorch, torchao FP8", 66_024, 49_174),
-    ("", "SageTrain, default: INT8", 79_155, 48_088),
-    ("", "SageTrain, FP8 layers", 74_260, 48_088),
+    ("", "SageTrain, default: INT8", 80_939, 48_418),
+    ("", "SageTrain, FP8 and FP8 head", 78_454, 48_418),
 )
 """Model, what ran, its tokens/s, and those of plain PyTorch in the same run (results/step); one H200."""
 COSTS = (

@@ -15,7 +15,7 @@ from peer import PeerBlock, peer_attention
 from runs import ROOT
 from sagekernels import attention_reference
 
-TINY = ["--shape", "tiny", "--seq-length", "64", "--tokens", "128", "--accumulation", "2", "--repeats", "1"]
+TINY = ["--shape", "tiny", "--seq-length", "64", "--tokens", "128", "--accumulation", "2", "--repeats", "2"]
 TINY += ["--compile", "off"]
 
 
@@ -43,7 +43,7 @@ def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: p
     ]
     for recipe in ("tensorwise", "rowwise"):
         assert text.index(f"plain + torchao {recipe}: not installed") < text.index(" tokens/s  MFU")
-    assert re.findall(r"^(sagetrain .+): [\d.]+ x plain$", text, re.MULTILINE) == timed[:-1]
+    assert re.findall(r"^(sagetrain .+): [\d.]+ x plain, by rounds [\d.]+ [\d.]+$", text, re.MULTILINE) == timed[:-1]
     losses = re.findall(r"losses ([\d.]+) .* ([\d.]+)$", text, re.MULTILINE)
     assert len(losses) == len(timed) and all(float(last) < float(first) - 0.1 for first, last in losses)
 
@@ -52,7 +52,7 @@ def test_windows_of_both_sides_are_the_same(program: dict, capsys) -> None:
     program["main"]([*TINY, "--ours", "sdpa", "--peers", "bf16", "--window", "20"])
     text = capsys.readouterr().out
     assert "windows of 20 tokens in 3 of 4 layers" in text and re.findall(
-        r"^sagetrain sdpa: [\d.]+ x plain$", text, re.M
+        r"^sagetrain sdpa: [\d.]+ x plain, by rounds", text, re.M
     )
     q, k, v = torch.randn(3, 2, 64, 2, 16, dtype=torch.float64)
     expected = attention_reference(q, k, v, window=20)
@@ -108,6 +108,22 @@ def test_rows_in_16_bits_have_a_tolerance_of_their_own(program: dict, monkeypatc
         program["main"]([*TINY, "--ours", ours, "--peers", ""])
     with pytest.raises(SystemExit, match=r"more than 0\.0000"):
         program["main"]([*TINY, "--ours", "sdpa,scores", "--peers", ""])
+
+
+def test_contenders_of_a_side_train_the_same_weights(program: dict) -> None:
+    """A step of one contender is seen by the other, whose 8-bit weights are made again."""
+    shape = program["SHAPES"]["tiny"].model_copy(update={"tie_embeddings": True})
+    case = program["Case"](shape, 64, torch.device("cpu"), "SDPA")
+    first, second, expected = (case.build(f"sagetrain sdpa{how}") for how in ("", "+int8", "+int8"))
+    optimizer = program["MasterAdamW"](list(first.model.parameters()))
+    for other in (second, expected):
+        optimizer.lend(other.model)
+    batch = program["Microbatch"].draw(2, 64, 0, case.device)
+    steps = [program["make_step"](each, each.model, batch, 1, optimizer) for each in (first, second)]
+    before = steps[1]().item()
+    steps[0]()
+    wanted = batch.loss(expected.model).item()
+    assert steps[1]().item() == wanted < before - 0.01
 
 
 def test_torchao_gets_all_linear_layers_but_the_head(program: dict, monkeypatch: pytest.MonkeyPatch) -> None:

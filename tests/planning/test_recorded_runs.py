@@ -247,7 +247,7 @@ def test_wide_layers_on_an_h100_are_met():
     ("training.seed=1", {"int8": 594.9, "fp8": 612.0}), (WIDE, {"int8": 827.9, "fp8": 882.5}),
 ])  # fmt: skip
 def test_int8_in_one_process_on_an_h200_is_met(model, milliseconds, monkeypatch):
-    """The runs are those of results/step, 2026-11-29. INT8 is the faster one, as it is measured."""
+    """The runs are those of results/log/step.md, 2026-11-29. INT8 is the faster one, as it is measured."""
     monkeypatch.undo()
     found = {}
     for precision, measured in milliseconds.items():
