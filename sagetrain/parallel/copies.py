@@ -7,14 +7,15 @@ themselves write and wait for. Only a sum is left to a kernel, on the stream of 
 | | separate stream | finish |
 |---|---|---|
 | all_gather | own shard into the slot and the result; the others' shards, out of their slots | |
-| reduce_scatter | own part into the slot; the others' parts, into their slots | the slot summed up |
+| reduce_scatter | the others' parts, into their slots; of more than two ranks the own part too | the parts summed up |
 
 The sum runs over the ranks in fp32 and is rounded once. Its order depends on shapes alone, so that it is deterministic.
 
 The memory has `SLOTS` slots. Collectives take them in turn, so that several collectives may be under way. They start in
-the same order on every rank, as all collectives must, and each meets once before it copies from or to other ranks. A
-meeting therefore says that all ranks have ended the collective before it, so no rank still uses a slot when its turn
-comes again. `finish` is wait_tensor, as for the functional collectives.
+the same order on every rank, as all collectives must, and each meets once: an all_gather before it copies from other
+ranks, a reduce_scatter behind its copies. A collective sums up the next slot before it meets. So its meeting says that
+all ranks have ended the collective before it, and that no rank still uses the slot whose turn comes next: another rank
+may write to that slot at once. `finish` is wait_tensor, as for the functional collectives.
 """
 
 from __future__ import annotations
@@ -140,9 +141,14 @@ class Copies:
         slot = self._take(x.nbytes)
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         source, place = x.data_ptr(), slot * self._slot_bytes + self.rank * nbytes
-        steps = [(self._addresses[rank] + place, source + rank * nbytes, nbytes) for rank in (self.rank, *self._others)]
-        done = memory.send([self._next_meeting(), *steps, self._next_meeting()])
-        work = self._unread[slot] = _Work(memory, done, x, self._parts(slot, x), result)
+        parts, ranks = self._parts(slot, x), self._others
+        if self.size == 2:
+            parts = x.narrow(0, self.rank * len(result), len(result)), parts[ranks[0]]
+        else:
+            ranks = [self.rank, *ranks]
+        steps = [(self._addresses[rank] + place, source + rank * nbytes, nbytes) for rank in ranks]
+        done = memory.send([*steps, self._next_meeting()])
+        work = self._unread[slot] = _Work(memory, done, x, parts, result)
         return self._under_way(result, work)
 
     def another_memory(self) -> Memory:
@@ -159,6 +165,7 @@ class Copies:
         """Let the collectives inside of the context be the same each time they follow `align`, so that a recording of
         them can be repeated, on any rank. All ranks call it."""
         # No rank uses a slot any more behind a meeting, whichever was the last one.
+        self._read_all()
         self._meet()
         self._count = 0
         yield
@@ -183,12 +190,12 @@ class Copies:
         return met
 
     def _take(self, nbytes: int) -> int:
-        """Return the next slot, grown to at least `nbytes`. The caller's stream reads the old content of the slot
-        before the new content comes."""
+        """Return the next slot, grown to at least `nbytes`. The caller's stream reads the old content of the slot after
+        it, to which other ranks write behind the next meeting."""
         if nbytes > self._slot_bytes:
             self._grow(nbytes)
         slot, self._count = self._count % self._slots, self._count + 1
-        self._read(slot)
+        self._read(self._count % self._slots)
         return slot
 
     def _read(self, slot: int) -> None:
@@ -197,9 +204,12 @@ class Copies:
         if work is not None:
             work.wait()
 
-    def _grow(self, nbytes: int) -> None:
+    def _read_all(self) -> None:
         for slot in range(self._slots):
             self._read(slot)
+
+    def _grow(self, nbytes: int) -> None:
+        self._read_all()
         slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         # Other ranks may still copy out of the old buffer. Their mappings keep it alive.
         self._clear(self._memory.allocate(self._slots * slot_bytes))

@@ -2,11 +2,13 @@
 
 import ctypes
 import gc
+import itertools
 import queue
 import random
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -167,6 +169,102 @@ def test_ranks_meet_in_every_interleaving(ranks: int, parts: str, outcome: str) 
     """Recordings repeat an even number of meetings, and so do ranks that launch them. One part alone gets stuck."""
     found = _outcome(ranks, [[int(part)] * ranks for part in parts])
     assert outcome in found and bool(outcome) == bool(found)
+
+
+class Ordered:
+    """A memory that runs nothing and logs what its streams do in which order, for all ranks in one process."""
+
+    def __init__(self, size: int, buffers: list[list[Tensor]]) -> None:
+        self._size, self._buffers, self._allocations, self.log = size, buffers, 0, list[tuple]()
+
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        if self._allocations == len(self._buffers):
+            self._buffers.append([torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self._size)])
+        self._allocations += 1
+        return self._buffers[self._allocations - 1]
+
+    def send(self, steps: list[Step]) -> int:
+        self.log += ["sent", *steps]
+        return len(self.log)
+
+    def wait(self, event: int) -> None:
+        self.log.append(("waits", event))
+
+    def sum(self, *parts: Tensor | int, out: Tensor) -> None:
+        """Stand for torch.add and torch.sum."""
+        self.log += [("reads", part.data_ptr(), part.nbytes) for part in parts if isinstance(part, Tensor)]
+
+
+def _races(logs: list[list]) -> int:
+    """Return how many accesses no meeting and no event orders, of which one writes what the other reads or writes. Each
+    rank has two streams, the caller's and the separate one. A stream knows how far each other one is for certain."""
+    ranks = range(len(logs))
+    known, at, accesses, races = [[0] * 2 * len(logs) for _ in range(2 * len(logs))], [0] * len(logs), [], 0
+    events: list[dict[int, list[int]]] = [{} for _ in logs]
+
+    def learn(stream: int, other: list[int]) -> None:
+        known[stream] = [max(pair) for pair in zip(known[stream], other, strict=True)]
+
+    def touch(stream: int, place: int, nbytes: int, writes: bool) -> int:
+        known[stream][stream] += 1
+        found = 0
+        for by, when, start, end, wrote in accesses:
+            unordered = known[stream][by] < when and (writes or wrote)
+            found += unordered and start < place + nbytes and place < end
+        accesses.append((stream, known[stream][stream], place, place + nbytes, writes))
+        return found
+
+    while any(at[rank] < len(logs[rank]) for rank in ranks):
+        for rank, log in enumerate(logs):
+            caller, separate = 2 * rank, 2 * rank + 1
+            while at[rank] < len(log) and not isinstance(step := log[at[rank]], int):
+                at[rank] += 1
+                if step == "sent":
+                    learn(separate, known[caller])
+                elif step[0] == "waits":
+                    learn(caller, events[rank][step[1]])
+                elif step[0] == "reads":
+                    races += touch(caller, step[1], step[2], False)
+                else:
+                    target, source, nbytes = step
+                    races += touch(separate, source, nbytes, False) + touch(separate, target, nbytes, True)
+                events[rank][at[rank]] = [*known[separate]]
+        if all(at[rank] < len(logs[rank]) for rank in ranks):  # All are at a meeting.
+            every = [max(column) for column in zip(*(known[2 * rank + 1] for rank in ranks), strict=True)]
+            for rank in ranks:
+                known[2 * rank + 1], at[rank] = [*every], at[rank] + 1
+                events[rank][at[rank]] = [*every]
+    return races
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_slot_is_read_or_written_too_early(ranks: int, slots: int) -> None:
+    """Take each order of five gathers and scatters: four of them by the host, five twice as a recording repeats them,
+    and four again. They are finished at once, or as late as can be."""
+    for kinds, at_once in itertools.product(itertools.product(("gather", "scatter"), repeat=5), (True, False)):
+        buffers: list[list[Tensor]] = []
+        memories, kept = [Ordered(ranks, buffers) for _ in range(ranks)], []
+        for rank, memory in enumerate(memories):
+            copied = Copies(rank, ranks, memory, slots)
+            copied._grow(8 * 4 * ranks)
+            starts, started = {"gather": copied.all_gather, "scatter": copied.reduce_scatter}, []
+            with patch.multiple(torch, add=memory.sum, sum=memory.sum):
+                for repeats in (False, True, True, False):
+                    copied.align()
+                    count = copied._count
+                    with copied.repeatable() if repeats else nullcontext():
+                        before = len(started)
+                        for kind in kinds if repeats else kinds[:-1]:
+                            kept.append(torch.zeros(8 if kind == "gather" else 8 * ranks))
+                            started.append(starts[kind](kept[-1]))
+                            kept += [finish(started.pop())] if at_once else []
+                        while repeats and len(started) > before:
+                            kept.append(finish(started.pop()))
+                    if repeats:  # The host takes no slot for a replay.
+                        copied._count = count
+                kept += [finish(result) for result in started]
+        assert _races([memory.log for memory in memories]) == 0, (kinds, at_once)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
