@@ -314,7 +314,7 @@ def recipe_parts(figure: Figure) -> None:
         panel.plot([number(name) for name in shares], less, marker="o", markersize=3, label=plain(row["arm"]))
     panel.axhline(0, color="black", linewidth=0.8)
     panel.set(xlabel="share of the run, %", ylabel="bits per byte of held-out text\nless those of our recipe")
-    panel.set_ylim(-0.1, 0.27)
+    panel.set_ylim(-0.1, 0.24)
     panel.legend(fontsize=6, ncols=3, loc="upper center")
 
 
