@@ -232,7 +232,8 @@ def meet(
     if cfg.stability.replay.every_steps:
         # torch refuses deterministic products without it, and cuBLAS reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    stop, folder, parallel = stop or StopSignal(own_process), files.folder, cfg.parallel
+    stopped, folder, parallel = stop is None, files.folder, cfg.parallel
+    stop = stop or StopSignal(own_process)
     patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     watchdog = Watchdog(folder.stacks, rank, 60 * patience, ranks, own_process)
@@ -263,7 +264,7 @@ def meet(
     step = on_disk.step_of(checkpoint) if checkpoint else 0
     copies, copied = _copies(cfg, folder, groups, reporter, step, damaged)
     checkpoint = copied or checkpoint
-    part = check_part(checkpoint, cfg, files, hashes) if checkpoint else (0, False)
+    part = check_part(checkpoint, cfg, files, hashes, stopped) if checkpoint else (0, False)
     found = device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter, step, copies, copied is not None
     return Meeting(*found, *part)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,20 +23,57 @@ from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, 
 from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
 from sagetrain.data import verify
 from sagetrain.engines.step import Engine
+from sagetrain.parallel.objects import of_rank_0
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.storage.url_path import Location
 from sagetrain.training.init_from import differences, same_optimizer
 from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.perturb import perturb
 from sagetrain.training.run import CheckedFiles
+from sagetrain.training.writers import names_at
+
+VALID, TASKS, SAMPLES = "valid/", "eval/", "samples/"
+"""The measurements of the model that are made between steps, as the prefixes of the metrics' names."""
 
 
-def check_part(folder: Location, cfg: RunConfig, files: CheckedFiles, hashes: dict[str, str]) -> tuple[int, bool]:
-    """Check that a run may continue from a checkpoint, as `check` does. Return the number of the part of the run that
-    continues, and whether it begins there (config/run_parts.py)."""
-    wrote, part = parts_of(on_disk.read_state(folder), cfg)
-    check(folder, parts(cfg)[wrote], files.part(wrote).identity, hashes)
+def check_part(
+    folder: Location, cfg: RunConfig, files: CheckedFiles, hashes: dict[str, str], stopped: bool
+) -> tuple[int, bool]:
+    """Check that a run may continue from a checkpoint, as `check` does; collective. Return the number of the part of
+    the run that continues, and whether it begins there (config/run_parts.py). A part that was `stopped` at its end
+    continues once more if it owes measurements there, because the model of the next part may be another one."""
+    state = on_disk.read_state(folder)
+    wrote, part = parts_of(state, cfg)
+    before = parts(cfg)[wrote]
+    check(folder, before, files.part(wrote).identity, hashes)
+    last = last_step(state, before.data.seq_length)
+    if wrote != part and stopped and owed(before, files.folder.path, state.step, state.tokens, last):
+        part = wrote
     return part, wrote != part
+
+
+def owed(cfg: RunConfig, run_dir: Path, step: int, tokens: int, last: int) -> list[str]:
+    """Return the measurements that a continued run has still to make at `tokens` tokens, because a signal came before
+    them; collective. The last step had `last` tokens."""
+    expected = due(cfg, tokens - last, tokens) if step else []
+    # Rank 0 decides, because other hosts may see its files late.
+    there = of_rank_0(names_at(run_dir, step) if dist.get_rank() == 0 else set()) if expected else set()
+    return [each for each in expected if not any(name.startswith(each) for name in there)]
+
+
+def due(cfg: RunConfig, before: int, after: int) -> list[str]:
+    """Return what is to be measured after a step from `before` to `after` tokens."""
+    total, evaluation = cfg.training.total_tokens, cfg.evaluation
+    tenth = max(1, total // 10)
+    every = {VALID: evaluation.every_tokens or tenth} if cfg.data.valid else {}
+    every |= {TASKS: evaluation.tasks_every_tokens or tenth} if evaluation.tasks else {}
+    every |= {SAMPLES: evaluation.samples_every_tokens} if evaluation.samples_every_tokens else {}
+    return [name for name, tokens in every.items() if after >= total or crossed(before, after, tokens)]
+
+
+def crossed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]."""
+    return before // every != after // every
 
 
 def check(

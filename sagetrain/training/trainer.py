@@ -39,15 +39,12 @@ from sagetrain.training.copying import Copying
 from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.out_of_memory import memory_explained
 from sagetrain.training.profile import ProfileWindow
+from sagetrain.training.resume import SAMPLES, TASKS, VALID, crossed
 from sagetrain.training.run import Run
 from sagetrain.training.start_line import say_differences
 from sagetrain.training.start_times import SignsOfSteps
 from sagetrain.training.tensorboard import TensorBoard
 from sagetrain.training.weights_and_biases import WeightsAndBiases
-from sagetrain.training.writers import names_at
-
-_VALID, _TASKS, _SAMPLES = "valid/", "eval/", "samples/"
-
 
 Tasks = Callable[[Engine, Texts, Callable[[], None]], dict[str, float]]
 """A function that returns the numbers of tasks by name. Its arguments are the engine, the conventions of texts that its
@@ -145,7 +142,11 @@ class Trainer:
         every_save = checkpoint_tokens(cfg)
         self._open()
         say_differences(run)
-        first, left = self.state.step, self._look(self._left_to_look())
+        state, owed = self.state, list[str]()
+        if not run.met.begins_part:  # The part before has measured what is due at the border.
+            last = state.ledger.last_tokens(cfg.data.seq_length)
+            owed = resume.owed(cfg, run.files.folder.path, state.step, state.tokens, last)
+        first, left = state.step, self._look(owed)
         stopped = bool(left)
         while self.state.tokens < until and not stopped:
             before = self.state.tokens
@@ -169,11 +170,11 @@ class Trainer:
                     gc.freeze()
                 with self._reporter.off_the_clock():
                     run.saver.pin()
-            due = self._due(before, state.tokens)
+            due = resume.due(cfg, before, state.tokens)
             left = due if stopped else self._look(due)
             stopped = stopped or bool(left)
             running = state.tokens < until and not stopped
-            saves = running and (self._owes or _crossed(before, state.tokens, every_save))
+            saves = running and (self._owes or crossed(before, state.tokens, every_save))
             if (stopped or saves) and self._saved_step != state.step:
                 with self._reporter.off_the_clock():
                     self._owes = saves and run.cannot_save()
@@ -368,34 +369,9 @@ class Trainer:
 
     # -- looking at the model between steps ----------------------------------------------------------------------
 
-    def _due(self, before: int, after: int) -> list[str]:
-        """Return what is to be measured after a step from `before` to `after` tokens, as the prefixes of the metrics'
-        names."""
-        total, evaluation = self.cfg.training.total_tokens, self.cfg.evaluation
-        tenth = max(1, total // 10)
-        every = {_VALID: evaluation.every_tokens or tenth} if self.run.valid else {}
-        every |= {_TASKS: evaluation.tasks_every_tokens or tenth} if self._tasks else {}
-        if self._samples and evaluation.samples_every_tokens:
-            every[_SAMPLES] = evaluation.samples_every_tokens
-        return [name for name, tokens in every.items() if after >= total or _crossed(before, after, tokens)]
-
-    def _left_to_look(self) -> list[str]:
-        """Return the measurements that a continued run has still to make, because a signal came before them."""
-        if not self.state.step:
-            return []
-        last = self.state.ledger.last_tokens(self.cfg.data.seq_length)
-        due = self._due(self.state.tokens - last, self.state.tokens)
-        there = names_at(self.run.files.folder.path, self.state.step) if self.run.met.main and due else ()
-        lacking = [not any(name.startswith(each) for name in there) for each in due]
-        missing = torch.tensor(lacking, device=self.engine.device)
-        if due:
-            # Rank 0 decides, because other hosts may see its files late.
-            dist.broadcast(missing, 0)
-        return [name for name, so in zip(due, missing.tolist(), strict=True) if so]
-
     def _look(self, due: list[str]) -> list[str]:
         """Make the measurements that are due. Return those that are left because some rank was asked to stop."""
-        look = {_VALID: self._evaluate, _TASKS: self._ask_tasks, _SAMPLES: self._write_samples}
+        look = {VALID: self._evaluate, TASKS: self._ask_tasks, SAMPLES: self._write_samples}
         with self._reporter.off_the_clock():
             for number, name in enumerate(due):
                 try:
@@ -425,7 +401,7 @@ class Trainer:
     def _ask_tasks(self) -> None:
         assert self._tasks is not None
         found = self._tasks(self.engine, self.run.texts, lambda: self._watchdog.begin("downstream tasks"))
-        self._reporter.write(self.state, {f"{_TASKS}{name}": value for name, value in found.items()})
+        self._reporter.write(self.state, {f"{TASKS}{name}": value for name, value in found.items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         self._say(f"step {self.state.step}: {said}")
 
@@ -433,10 +409,5 @@ class Trainer:
         assert self._samples is not None
         begin = time.perf_counter()
         texts = self._samples(self.engine, self.run.texts, lambda: self._watchdog.begin("samples"))
-        self._reporter.write(self.state, {f"{_SAMPLES}seconds": time.perf_counter() - begin})
+        self._reporter.write(self.state, {f"{SAMPLES}seconds": time.perf_counter() - begin})
         self._reporter.samples(self.state, texts)
-
-
-def _crossed(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of `every` lies in (before, after]."""
-    return before // every != after // every

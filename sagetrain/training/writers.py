@@ -175,10 +175,14 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
 
 def names_at(run_dir: Path, step: int) -> set[str]:
-    """Return the names in the rows of a step that a run has written, after the files were opened."""
+    """Return the names in the whole rows of a step that a run has written."""
     path, mark = run_dir / "metrics.jsonl", f'"step": {step},'
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {name for line in lines if mark in line for name in json.loads(line)}
+    names = set[str]()
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        # The last line of a killed run may be incomplete.
+        with suppress(ValueError):
+            names |= set(json.loads(line)) if mark in line else set()
+    return names
 
 
 def last_row_time(run_dir: Path) -> float | None:

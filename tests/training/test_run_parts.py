@@ -94,6 +94,30 @@ def test_a_run_goes_on_before_at_and_behind_the_border(tmp_path, corpus, whole, 
     check_same(tmp_path / "again", whole, STEPS)
 
 
+class StopsAtTheBorder(api.Callback):
+    def on_start(self, start: api.RunStart) -> None:
+        self.stop = start.stop
+
+    def on_step(self, position: api.Position, result: object) -> None:
+        if position.step == BORDER:
+            self.stop()
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["valid/loss"]) for row in rows_of(run) if "valid/loss" in row]
+
+
+def test_the_first_part_makes_the_evaluation_of_its_border(tmp_path, corpus, whole) -> None:
+    path = config(tmp_path, corpus, "stopped")
+    assert not api.train(path, callbacks=[StopsAtTheBorder()]).finished
+    expected = evaluations(whole)
+    assert evaluations(tmp_path / "stopped") == [row for row in expected if row[0] < BORDER]
+    assert BORDER in dict(expected), "an evaluation is due there"
+    assert api.train(path).finished
+    assert evaluations(tmp_path / "stopped") == expected
+    check_same(tmp_path / "stopped", whole, STEPS)
+
+
 def test_a_run_that_ends_at_the_border_begins_no_part(tmp_path, corpus, whole) -> None:
     path = config(tmp_path, corpus, "ended")
     said = len((cut(whole, tmp_path / "ended", BORDER) / "events.jsonl").read_text())
