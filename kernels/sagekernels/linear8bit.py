@@ -126,7 +126,7 @@ def convert(
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        if (type(module) in classes or isinstance(module, Linear8bit)) and wanted(module, name)
+        if (type(module) in classes or isinstance(module, Linear8bit | nn.LazyLinear)) and wanted(module, name)
     }
     if not layers:
         found = sum(isinstance(module, nn.Linear) for module in model.modules())
@@ -187,6 +187,8 @@ def _name_of(matmul: LowBit) -> str:
 
 def _problem(layer: nn.Linear) -> tuple[type[Exception], str] | None:
     """Return the error that tells why a layer cannot be multiplied in 8 bits. None: it can."""
+    if isinstance(layer, nn.LazyLinear):
+        return ValueError, "a LazyLinear, which has no weight before its first input: call the model once before"
     if layer.weight.dtype not in DTYPES:
         return TypeError, f"the weight must be bfloat16, float16 or float32, got {layer.weight.dtype}"
     # A weight that ZeRO 3 has cut up has no sides of its own.

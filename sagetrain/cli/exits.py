@@ -72,8 +72,8 @@ class Errors:
             said = f"{where}: {error.strerror}; {way_to_room(str(error.strerror))} and run the same command again"
         if _is_out_of_memory(error):
             said = (
-                f"{said.splitlines()[0]} Take less at a time (generate: --batch-size; eval: --context), or spread "
-                "generate over more GPUs (torchrun)"
+                f"{said.splitlines()[0].rstrip('.')}. Take less at a time (generate: --batch-size; eval: --context; "
+                "train: data.micro_batch_size), or spread generate over more GPUs (torchrun)"
             )
         if self.rank:
             # Training's handler would ask for a checkpoint.
@@ -129,8 +129,10 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU ran out of memory. Training itself gives a longer message."""
+    """Whether a GPU or this host ran out of memory. Training itself gives a longer message of a GPU."""
     torch = sys.modules.get("torch")
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return True
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 

@@ -188,6 +188,11 @@ def test_convert_refuses_by_name_and_changes_nothing() -> None:
                        "must be bfloat16, float16 or float32, got torch.float64$"):  # fmt: skip
         convert(model)
     assert not any(isinstance(layer, Linear8bit) for layer in model)
+    lazy = nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(16))
+    with pytest.raises(ValueError, match=r"1: a LazyLinear, .*: call the model once before"):
+        convert(lazy)
+    lazy(torch.ones(2, 16))
+    assert all(isinstance(layer, Linear8bit) for layer in convert(lazy))
     with pytest.raises(ValueError, match=r"no layer to convert\. The model has 1 linear layers"):
         convert(nn.Linear(16, 16))
     own = nn.Sequential(OwnForward(16, 16))

@@ -2,6 +2,7 @@
 here."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,13 @@ from sagetrain.training.out_of_memory import explained, record_allocations
 WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}
 
 
+def without_room_on_a_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
+
+
 def run_out(folder: Path) -> str:
     with pytest.raises(TrainingError) as raised, explained(folder, 3, lambda: 61.24 * 2**30, WAYS):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
+        without_room_on_a_gpu()
     return str(raised.value)
 
 
@@ -92,12 +97,11 @@ def test_out_of_memory_before_the_first_step_is_explained_too(tmp_path: Path, co
     run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))
 
 
-def test_eval_and_generate_say_what_helps(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("asks", [without_room_on_a_gpu, lambda: torch.empty(1 << 50, dtype=torch.int8)])
+def test_eval_and_generate_say_what_helps(capsys: pytest.CaptureFixture, asks: Callable[[], object]) -> None:
     with pytest.raises(SystemExit) as ended, exits.Errors():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
+        asks()
     assert ended.value.code == 4
     said = capsys.readouterr().err
-    assert (
-        said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB. Take less at a time")
-        and "--batch-size" in said
-    )
+    assert re.match(r"error: .*[Tt]ried to allocate .*[^.]\. Take less at a time .*eval: --context", said)
+    assert "--batch-size" in said and said.count("\n") == 1
