@@ -42,6 +42,18 @@ DEVICE void send(int &to, int x, u64 &barrier, int block) {
     }
 WAIT(wait, "")
 WAIT(wait_sent, ".acquire.cluster")
+// Load four floats from a block of the cluster, at the address that they would have in this one.
+DEVICE float4 load_shared_of(int block, u32 from) {
+    float4 x;
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+        : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+        : "r"(from), "r"(block)
+        : "memory");
+    return x;
+}
+// Wait for all threads of the cluster that have not ended.
 DEVICE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

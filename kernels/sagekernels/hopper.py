@@ -17,7 +17,8 @@ def backward(call: BackwardCall) -> Gradients:
 
 
 def begin(head_dim: int, smooth: bool, bounds: bool, sinks: bool, half: bool) -> None:
-    """Begin to compile the CUDA kernels of both passes of `scores`, the slowest ones first."""
+    """Begin to compile the CUDA kernels of both passes of `scores`, the slowest ones first. A backward pass in clusters
+    is compiled by its first call, in 0.7 s, because the batch and the length decide about it."""
     nvrtc.begin(of_forward.SOURCE, of_forward.defines_of(head_dim, True, bounds, half, sinks), ARCHITECTURE)
     nvrtc.begin(of_backward.SOURCE, of_backward.defines_of(head_dim, half), ARCHITECTURE)
     nvrtc.begin(quantize_keys.SOURCE, quantize_keys.defines_of(head_dim, smooth, half), ARCHITECTURE)

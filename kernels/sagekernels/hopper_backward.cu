@@ -21,7 +21,11 @@
 // ptxas would then wait after every product. At head_dim 128 three sums of 64 x 64 beside dK and dV are too many
 // registers, so dQ and dP share theirs.
 //
-// Defines: HEAD_DIM (64, 128), FP16 (of v and dO, see hopper.cuh), SHARED_BYTES.
+// The CLUSTER blocks of a cluster own the same keys and have each a part of the query heads. At the end they add up dK
+// and dV in float32, in the order of their heads, through shared memory.
+//
+// Defines: HEAD_DIM (64, 128), FP16 (of v and dO, see hopper.cuh), CLUSTER (divides the query heads of a key head),
+// SHARED_BYTES.
 
 #include "hopper.cuh"
 
@@ -57,12 +61,15 @@ struct alignas(1024) Shared {
     u64 ds_full[2], ds_free[2], dq_full[CONSUMERS], dq_free[CONSUMERS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
+// Sums of dK and dV lie in front of the tiles of dO. NVRTC 13.0 has no offsetof.
+static_assert(CLUSTER == 1 || 2 * KEYS * D * sizeof(float) <= sizeof(Shared::k8) + sizeof(Shared::v) +
+    sizeof(Shared::k) + sizeof(Shared::ds) + sizeof(Shared::dq) + sizeof(Shared::q8));
 
 // The place of the i-th tile in a ring of buffers, and the parity of the phase in which its barrier is filled.
 DEVICE int place(int i) { return i % STAGES; }
 DEVICE int parity(int i) { return i / STAGES & 1; }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_OF(CLUSTER) hopper_backward(
     const __grid_constant__ TensorMap q8_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap do_map, const __grid_constant__ TensorMap k8_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dk_map,
@@ -96,8 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     __syncthreads();
 
     const Problem problem = {kv_heads, n_q, n_k, causal, starts, ends, heads, heads_at_once};
-    const Work work = work_of(blockIdx.x, problem);
+    const Work work = work_of(blockIdx.x / CLUSTER, problem);
     const int bh_kv = work.bh, batch = bh_kv / kv_heads, kv_head = bh_kv % kv_heads;
+    const int rank = blockIdx.x % CLUSTER, share = group / CLUSTER, first_head = rank * share;
     const int first_key = work.block * KEYS, first_tile = work.first, last_tile = work.last;
 
     if (warpgroup == 0) {
@@ -110,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
 #pragma unroll 1  // The fetching warps are short of registers.
             for (int b = 0; b < BLOCKS_D; b++)
                 copy_in(sm.v + b * KEYS * 64, v_map, b * 64, first_key, kv_head, batch, sm.keys_full);
-            for (int g = 0; g < group; g++) {
+            for (int g = first_head; g < first_head + share; g++) {
                 int head = kv_head * group + g;
                 const float* row = vectors + (u64)(bh_kv * group + g) * q_tiles * VECTORS;
                 for (int m = last_tile - 1; m >= first_tile; m--, i++) {
@@ -122,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
                 }
             }
         } else if (warp == 1) {  // This warp fetches dO and Q.
-            for (int g = 0; g < group; g++) {
+            for (int g = first_head; g < first_head + share; g++) {
                 int head = kv_head * group + g;
                 for (int m = last_tile - 1; m >= first_tile; m--, i++) {
                     u64& bar = sm.wide_full[place(i)];
@@ -137,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         } else if (warp - 2 < BLOCKS_D) {  // These warps add 64 columns of dQ each to global memory.
             const int block = warp - 2;
             int part = -1;
-            for (int g = 0; g < group; g++) {
+            for (int g = first_head; g < first_head + share; g++) {
                 int bh = bh_kv * group + g;
                 for (int m = last_tile - 1; m >= first_tile; m--, i++) {
                     int before = part, from = block * ROUND + i % ROUND;
@@ -350,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         send_dq(dq, t);
     };
 
-    const int tiles = (last_tile - first_tile) * group;
+    const int tiles = (last_tile - first_tile) * share;
     int m = last_tile - 1;
     wait(sm.keys_full, 0);
     widen_k();  // The copy is fenced and announced with the first dS.
@@ -421,10 +429,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     }
 
     const u32 out_row = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
-    // dV leaves through this warpgroup's part of V, and dK through its part of dQ.
-    auto send = [&](float (&x)[D / 2], float factor, u32 to, int block_bytes) {
+    // Narrow columns of 64 keys to 16 bits, and store them for the copy engine.
+    auto send = [&](auto& x, float factor, u32 to, int block_bytes) {
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) {
+        for (int i = 0; i < (int)sizeof x / 32; i++) {
             u32 y[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) y[j] = pack(x[8 * i + 2 * j] * factor, x[8 * i + 2 * j + 1] * factor);
@@ -433,6 +441,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         fence_async();
         warpgroup_barrier(wg);
     };
+    if (CLUSTER > 1) {
+        cluster_barrier();  // No warpgroup needs its tiles any more, and the warps that add dQ have ended.
+        // Each thread has its 64 columns of dV, and then of dK, in words of 16 bytes.
+        constexpr int STEP = 128 * CONSUMERS * 16;
+        const u32 own = address(&sm) + (wg * 128 + warp * 32 + lane) * 16;
+#pragma unroll
+        for (int i = 0; i < D / 8; i++) {
+            store_shared(own + i * STEP, dv + 4 * i);
+            store_shared(own + (D / 8 + i) * STEP, dk + 4 * i);
+        }
+        cluster_barrier();  // They are there.
+        for (int part = rank; part < 2 * BLOCKS_D; part += CLUSTER) {
+            float x[32] = {};
+            for (int other = 0; other < CLUSTER; other++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const float4 y = load_shared_of(other, own + (8 * part + i) * STEP);
+                    x[4 * i] += y.x, x[4 * i + 1] += y.y, x[4 * i + 2] += y.z, x[4 * i + 3] += y.w;
+                }
+            const bool of_v = part < BLOCKS_D;
+            const int column = part % BLOCKS_D * 64;
+            send(x, of_v ? 1.f : scale, address(sm.dO[0] + wg * 4096), 0);
+            if (warp == 0 && lane == 0) {
+                if (of_v) copy_out(dv_map, column, first_key + wg * 64, kv_head, batch, sm.dO[0] + wg * 4096);
+                else copy_out(dk_map, column, first_key + wg * 64, kv_head, batch, sm.dO[0] + wg * 4096);
+                copies_commit();
+                copies_wait_read();
+            }
+            warpgroup_barrier(wg);  // The next part goes to the same place.
+        }
+        cluster_barrier();  // Other blocks may still read this one's shared memory.
+        return;
+    }
+    // dV leaves through this warpgroup's part of V, and dK through its part of dQ.
     send(dv, 1.f, address(sm.v + wg * 64 * 64), KEYS * 128);
     const int rounds = (tiles + ROUND - 1 - wg % ROUND) / ROUND;  // The number of tiles that were `mine`.
     if (rounds) wait(sm.dq_free[wg], rounds - 1 & 1);

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import nvrtc
 from .call import BackwardCall, Gradients
 from .hopper_forward import ARCHITECTURE
-from .launch import on_device_of
+from .launch import multiprocessors, on_device_of
 from .pieces import LOG2E
 from .quantize import TILE, tiles_of
 
@@ -33,6 +33,14 @@ FLOATS = {64: 3, 128: 4}
 # causal block starts late if many blocks of one head run at one time. That costs more than the cache saves.
 L2_BYTES = 40 << 20
 L2_BYTES_IN_ORDER = 200 << 20
+# The first blocks of a causal head have twice the mean of work. With fewer blocks a multiprocessor than ONE_GROUP all
+# heads run at one time, because multiprocessors would wait longer for the long blocks of a last group.
+ONE_GROUP = 3
+# With fewer programs a multiprocessor than ENOUGH, the query heads of a block of keys are divided among a cluster of at
+# most LARGEST_CLUSTER programs. Each more program costs as much as 6 to 8 tiles of queries: sums of dK and dV, and what
+# comes before the first tile. So blocks with equal work are divided only where multiprocessors have none.
+ENOUGH = {"causal": 1.75, "equal": 0.5}
+LARGEST_CLUSTER = 8
 
 
 @triton.jit
@@ -116,20 +124,29 @@ def _map(x: Tensor, rows: int) -> nvrtc.TensorMap:
 
 
 @functools.cache
-def defines_of(head_dim: int, half: bool) -> dict[str, int]:
+def defines_of(head_dim: int, half: bool, cluster: int = 1) -> dict[str, int]:
     """Return the macros of hopper_backward.cu. SHARED_BYTES is the size of its struct Shared."""
     keys, stages = KEYS[head_dim], 2 if head_dim == 128 else 3
     stage = TILE * (head_dim * 5 + FLOATS[head_dim] * 4)
     tiles = keys * head_dim * 5 + 2 * keys * TILE * 2 + keys * TILE * 4 + stages * stage
     shared = -(-(tiles + 8 * (5 + keys // 32 + 4 * stages)) // 1024) * 1024
-    return {"HEAD_DIM": head_dim, "FP16": int(half), "SHARED_BYTES": shared}
+    return {"HEAD_DIM": head_dim, "FP16": int(half), "CLUSTER": cluster, "SHARED_BYTES": shared}
 
 
-def _equal_groups(items: int, largest: int) -> int:
-    """Return the size of the fewest equal groups. A small last group would leave multiprocessors idle behind its long
-    blocks."""
-    groups = -(-items // largest)
-    return -(-items // groups)
+def heads_at_once(heads: int, bytes_of_head: int, blocks: int, processors: int, work: str, in_order: bool) -> int:
+    """Return how many of the heads of K run at one time, for so many blocks of keys of all of them: all, or the size of
+    the fewest equal groups that the L2 cache holds. `in_order` says that causal blocks wait for each other."""
+    if work == "causal" and not in_order and blocks < ONE_GROUP * processors:
+        return heads
+    largest = max(1, (L2_BYTES_IN_ORDER if in_order else L2_BYTES) // bytes_of_head)
+    return -(-heads // -(-heads // largest))
+
+
+def cluster_of(blocks: int, group: int, processors: int, work: str) -> int:
+    """Return among how many programs the query heads of a block of keys are divided, for so many blocks of keys of all
+    key heads: a divisor of the group, the smallest one that makes ENOUGH programs for each multiprocessor."""
+    sizes = [size for size in range(1, LARGEST_CLUSTER + 1) if group % size == 0]
+    return next((size for size in sizes if size * blocks >= ENOUGH[work] * processors), sizes[-1])
 
 
 def hopper_sums(call: BackwardCall, dk: Tensor, dv: Tensor, *, deterministic: bool | None = None) -> Tensor:
@@ -162,18 +179,18 @@ def hopper_sums(call: BackwardCall, dk: Tensor, dv: Tensor, *, deterministic: bo
     )  # fmt: skip
     starts, ends = (None, None) if bounds is None else bounds.unbind()
     keys = KEYS[head_dim]
-    blocks = -(-n_k // keys)
-    bytes_per_head = n_q * heads // kv_heads * head_dim * 9
-    in_cache = L2_BYTES_IN_ORDER if deterministic and call.causal else L2_BYTES
-    heads_at_once = _equal_groups(batch * kv_heads, max(1, in_cache // bytes_per_head))
-    defines = defines_of(head_dim, v.dtype == torch.float16)
+    blocks, group = -(-n_k // keys) * batch * kv_heads, heads // kv_heads
+    work = "causal" if call.causal and bounds is None else "equal"
+    processors, in_order = multiprocessors(do.device), deterministic and call.causal
+    cluster = cluster_of(blocks, group, processors, work)
+    at_once = heads_at_once(batch * kv_heads, n_q * group * head_dim * 9, blocks, processors, work, in_order)
+    defines = defines_of(head_dim, v.dtype == torch.float16, cluster)
     nvrtc.load(SOURCE, "hopper_backward", defines, ARCHITECTURE).launch(
-        (blocks * batch * kv_heads,), (keys * 2 + 128,), defines["SHARED_BYTES"],
+        (blocks * cluster,), (keys * 2 + 128,), defines["SHARED_BYTES"],
         _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, keys),
         _map(v.transpose(1, 2), keys), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
         vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
-        kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, heads_at_once,
-        int(call.causal),
+        kv_heads, group, n_q, n_k, q_tiles, batch * kv_heads, at_once, int(call.causal),
     )  # fmt: skip
     return dq_sum
 

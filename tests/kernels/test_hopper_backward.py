@@ -195,22 +195,36 @@ MISTAKES = [
     {"same % 4 < 2": "same % 4 < 1"},
     {"operand<16>(sm.vectors[stage], 0)": "operand<16>(sm.vectors[stage] + 4, 0)"},
 ]  # fmt: skip
+OF_CLUSTERS = [
+    {"cluster_barrier();  // No warpgroup needs its tiles any more, and the warps that add dQ have ended.": ""},
+    {"cluster_barrier();  // They are there.": ""},
+    {"cluster_barrier();  // Other blocks may still read this one's shared memory.": ""},
+    {"warpgroup_barrier(wg);  // The next part goes to the same place.": ""},
+    {"rank * share": "0"},
+    {"blockIdx.x % CLUSTER": "0"},
+    {"load_shared_of(other, own + (8 * part + i) * STEP)": "load_shared_of(rank, own + (8 * part + i) * STEP)"},
+    {"of_v ? 1.f : scale": "1.f"},
+    {"(D / 8 + i) * STEP": "(D / 8 - 1 + i) * STEP"},
+    {"part % BLOCKS_D * 64": "0"},
+    {"part += CLUSTER": "part += 2 * CLUSTER"},
+    {"address(sm.dO[0] + wg * 4096)": "address(sm.dO[0])"},
+]
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """(head_dim, half) -> the kernel in hopper_emulator, which can make MISTAKES."""
+    """(head_dim, half, cluster) -> the kernel in hopper_emulator, which can make MISTAKES, or those OF_CLUSTERS."""
     folder = tmp_path_factory.mktemp("backward")
 
-    def kernel(head_dim, half):
-        return Emulated(
-            folder, "hopper_backward.cu", "hopper_backward", hopper_backward.defines_of(head_dim, half), MISTAKES
-        )
+    def kernel(head_dim, half, cluster):
+        defines = hopper_backward.defines_of(head_dim, half, cluster)
+        mistakes = MISTAKES if cluster == 1 else OF_CLUSTERS
+        return Emulated(folder, "hopper_backward.cu", "hopper_backward", defines, mistakes)
 
     return functools.cache(kernel)
 
 
-def emulated(kernels, shape, half=False, in_order=False, **options):
+def emulated(kernels, shape, half=False, in_order=False, cluster=1, **options):
     """Return dQ, dK and dV of the kernel and of the twin, and the sums of dQ."""
     dtype = torch.float16 if half else torch.bfloat16
     batch, n_q, n_k, heads, kv_heads = shape.batch, shape.n_q, shape.n_k, shape.heads, shape.kv_heads
@@ -233,10 +247,11 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
     boxes = [(saved.q.codes, 64), (q16, 64), (do.transpose(1, 2), 64), (saved.k.codes, keys)]
     boxes += [(v.transpose(1, 2), keys), (dk.transpose(1, 2), 64), (dv.transpose(1, 2), 64)]
     maps = [host_map(x, rows) for x, rows in boxes]
-    wrong = kernels(head_dim, half)(
-        -(-n_k // keys) * batch * kv_heads, 2 * keys + 128, *maps, vectors, saved.k.scale,
+    wrong = kernels(head_dim, half, cluster)(
+        -(-n_k // keys) * batch * kv_heads * cluster, 2 * keys + 128, *maps, vectors, saved.k.scale,
         *((None, None) if bounds is None else bounds), sums, turns, scale,
-        kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(shape.causal), **options,
+        kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(shape.causal),
+        **{"resident": max(cluster, 2)} | options,
     )  # fmt: skip
     assert not wrong, wrong
     # This is the permutation of _finish_dq_kernel.
@@ -264,6 +279,77 @@ def test_kernel(kernels, shape, half, in_order):
     assert_close(*emulated(kernels, shape, half, in_order))
 
 
+@pytest.mark.parametrize(("shape", "half", "in_order", "cluster"), [
+    (Shape(1, 150, 150, 2, 1, 128), False, True, 2), (Shape(1, 100, 210, 4, 1, 128), True, False, 2),
+    (Shape(1, 260, 260, 3, 1, 64, False, (100, 0, 1, 63, 96)), False, False, 3),
+    (Shape(2, 220, 220, 4, 2, 64, True, (90, 120, 10), 70, True), True, True, 2),
+    (Shape(1, 70, 70, 4, 1, 128, True, (), 40, True), False, True, 4), (Shape(1, 1, 230, 2, 1, 64), False, True, 2),
+    (Shape(1, 64, 40, 5, 1, 64, False), False, False, 5),
+])  # fmt: skip
+def test_heads_apart(kernels, shape, half, in_order, cluster):
+    """Blocks of a cluster have each a part of the query heads of a key head. dK and dV are the same bits twice."""
+    found, expected, sums = emulated(kernels, shape, half, in_order, cluster)
+    assert_close(found, expected, sums)
+    again, _, _ = emulated(kernels, shape, half, in_order, cluster, seed=1, resident=2 * cluster)
+    assert all(map(torch.equal, found[0 if in_order else 1 :], again[0 if in_order else 1 :]))
+
+
+@pytest.mark.parametrize(("blocks", "group", "cluster"), [
+    (231, 4, (1, 1)), (230, 4, (2, 1)), (66, 4, (4, 1)), (64, 4, (4, 2)), (1, 1, (1, 1)), (1, 16, (8, 8)),
+    (64, 11, (1, 1)), (32, 12, (6, 3)),
+])  # fmt: skip
+def test_how_heads_are_divided(blocks, group, cluster):
+    """A cluster is no larger than what gives the H200's 132 multiprocessors enough programs."""
+    assert tuple(hopper_backward.cluster_of(blocks, group, 132, work) for work in hopper_backward.ENOUGH) == cluster
+
+
+TIMED = [
+    # One sequence of 1B, 3B, 8B, and parts of them.
+    ((1, 4096, 16, 4, 128), 2, 4), ((1, 4096, 8, 2, 128), 4, 2), ((1, 4096, 12, 4, 128), 3, 4),
+    ((1, 4096, 24, 8, 128), 1, 8), ((1, 4096, 32, 8, 128), 1, 8), ((1, 4096, 28, 4, 128), 7, 4),
+    ((1, 4096, 16, 4, 64), 4, 4), ((1, 4096, 16, 16, 128), 1, 8),
+    # 1B by its tokens.
+    ((1, 1024, 16, 4, 128), 4, 4), ((1, 2048, 16, 4, 128), 4, 4), ((1, 6144, 16, 4, 128), 2, 4),
+    ((1, 8192, 16, 4, 128), 1, 4), ((1, 16384, 16, 4, 128), 1, 1), ((2, 4096, 16, 4, 128), 1, 8),
+    ((3, 4096, 16, 4, 128), 1, 12), ((4, 4096, 16, 4, 128), 1, 2), ((8, 4096, 16, 4, 128), 1, 2),
+    # Others with many tokens.
+    ((1, 8192, 32, 8, 128), 1, 1), ((4, 4096, 24, 8, 128), 1, 2), ((4, 4096, 28, 4, 128), 1, 1),
+    ((4, 4096, 16, 4, 64), 1, 16),
+]  # fmt: skip
+EQUAL = [((1, 4096, 16, 4, 128), 1, 2), ((1, 1024, 16, 4, 128), 4, 4), ((1, 2048, 16, 4, 128), 2, 4),
+         ((1, 16384, 16, 4, 128), 1, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cluster", "at_once", "work"),
+    [(*row, work) for work, rows in (("causal", TIMED), ("equal", EQUAL)) for row in rows],
+)
+def test_choices_for_shapes_that_an_h200_timed(sizes, cluster, at_once, work):
+    """No choice was slower than one program for all query heads, with heads by the cache (results/log/kernels.md)."""
+    batch, tokens, heads, kv_heads, head_dim = sizes
+    blocks, group = -(-tokens // hopper_backward.KEYS[head_dim]) * batch * kv_heads, heads // kv_heads
+    of_heads = batch * kv_heads, tokens * group * head_dim * 9, blocks, 132, work
+    assert hopper_backward.cluster_of(blocks, group, 132, work) == cluster
+    assert hopper_backward.heads_at_once(*of_heads, in_order=False) == at_once
+
+
+def test_heads_with_blocks_in_order_run_by_the_cache():
+    """Blocks that add to dQ in order were not timed in one group."""
+    found = [hopper_backward.heads_at_once(12, 18 << 20, 384, 132, "causal", order) for order in (False, True)]
+    assert found == [12, 6]
+
+
+@pytest.mark.parametrize("mistake", range(1, len(OF_CLUSTERS) + 1))
+def test_mistakes_of_clusters_are_found(kernels, mistake):
+    assert wrong_results(of_cluster, kernels, mistake)
+
+
+def of_cluster(kernels, case, **options):
+    shape = Shape(1, 200, 200, 2, 1, 64, False) if case != "documents" else Shape(1, 200, 200, 3, 1, 128, True)
+    (_, dk, dv), _, sums = emulated(kernels, shape, in_order=True, cluster=shape.heads, **options)
+    return dk, dv, sums
+
+
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
 def test_mistakes_are_found(kernels, mistake):
     """dQ in order always has the same bits."""
@@ -279,11 +365,11 @@ def mistaken(kernels, case, **options):
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
-@pytest.mark.parametrize(("head_dim", "half"), [(64, 0), (128, 1)])
-def test_compiles(head_dim, half, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("head_dim", "half", "cluster"), [(64, 0, 1), (128, 1, 1), (64, 1, 4), (128, 0, 3)])
+def test_compiles(head_dim, half, cluster, tmp_path, monkeypatch):
     """The struct in shared memory has the size that the launcher asks for (a static assertion), and it fits."""
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
-    defines = hopper_backward.defines_of(head_dim, half)
+    defines = hopper_backward.defines_of(head_dim, half, cluster)
     shared = defines["SHARED_BYTES"]
     assert shared <= SHARED_MEMORY
     assert nvrtc.compiled("hopper_backward.cu", defines, ARCHITECTURE)[:4] == b"\x7fELF"

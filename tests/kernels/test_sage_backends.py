@@ -191,11 +191,13 @@ class Launches:
 
 @pytest.mark.parametrize(("bounds", "sinks", "half"), [(False, False, False), (True, True, False), (True, False, True)])
 def test_what_is_begun_is_what_calls_load(monkeypatch, bounds, sinks, half):
-    """A start compiles the CUDA kernels of both passes in threads, with the macros under which calls ask for them."""
+    """A start compiles the CUDA kernels of both passes in threads, with the macros under which calls ask for them where
+    heads of Q have heads of K of their own."""
     begun, loaded = [], []
     monkeypatch.setattr(nvrtc, "begin", lambda *program: begun.append(program))
-    for module in (hopper_forward, quantize_keys):
+    for module in (hopper_forward, quantize_keys, hopper_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    for module in (hopper_forward, quantize_keys):
         monkeypatch.setattr(module, "load", lambda source, _, *how: loaded.append((source, *how)) or Launches())
     monkeypatch.setattr(nvrtc, "load", lambda source, _, *how: loaded.append((source, *how)) or Launches())
     for module in (hopper_forward, nvrtc):
@@ -203,7 +205,7 @@ def test_what_is_begun_is_what_calls_load(monkeypatch, bounds, sinks, half):
     monkeypatch.setattr(hopper_forward, "sink_scores", lambda *_: torch.zeros(2) if sinks else None)
     for name in ("_prepare_queries_kernel", "_finish_dq_kernel"):
         monkeypatch.setattr(hopper_backward, name, Launches())
-    shape = Shape(1, 200, 200, 2, 1, 128, documents=(120, 80) * bounds, sinks=sinks)
+    shape = Shape(1, 200, 200, 2, 2, 128, documents=(120, 80) * bounds, sinks=sinks)
     q, k, v, do = random_inputs(shape, dtype=torch.float16 if half else torch.bfloat16, device=CPU)
     call = call_of(shape, q, k, v, "scores", sinks=torch.zeros(2) if sinks else None)
     o, saved = HOPPER.forward(call)

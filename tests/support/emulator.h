@@ -98,6 +98,7 @@ static Block *block;
 static std::vector<std::unique_ptr<Block>> blocks;  // Those that run.
 static Fiber *me;
 static long now;
+static int begun;  // So many blocks have begun.
 static std::vector<Event> events;
 static u64 random_bits;
 static jmp_buf scheduler;
@@ -247,9 +248,9 @@ static void run(int grid, int threads, int resident) {
     for (int i = 0; i < resident; i++) places[i] = i;
     events.clear(), failure.clear(), now = 0;
     gridDim.x = grid;
-    for (int next = 0; next < grid || !blocks.empty();) {
-        if (next < grid && (int)blocks.size() < resident) {
-            blocks.emplace_back(new Block(next++, threads));
+    for (begun = 0; begun < grid || !blocks.empty();) {
+        if (begun < grid && (int)blocks.size() < resident) {
+            blocks.emplace_back(new Block(begun++, threads));
             Block &b = *blocks.back();
             for (int x = 0; x < threads; x++) {
                 ucontext_t &c = b.fibers[x].context;

@@ -21,6 +21,7 @@ struct FiberState {
     // The groups of copies: reads and writes to come, in the low and high half.
     std::deque<std::shared_ptr<int>> copies;
     std::shared_ptr<int> copying;
+    size_t met = 0;  // The barriers of the cluster that it came to.
 };
 struct Product;
 struct WarpState {
@@ -39,6 +40,8 @@ struct Write { int warp; uint32_t time; };
 constexpr int SHARED = 232448, UNIT = 16;
 struct BlockState {
     int spare = 0;  // The registers that were given back.
+    int ended = 0;                // So many threads have ended.
+    std::map<size_t, int> there;  // So many threads came to each barrier of the cluster.
     std::map<const void *, Barrier> barriers;
     std::vector<Write> writes = std::vector<Write>(SHARED / UNIT, {-1, 0});
 };
@@ -53,6 +56,7 @@ static void passing(Meeting &m) { hear(warp().clock, m.heard); }
 static void ending() {
     if (me->copying || std::any_of(me->copies.begin(), me->copies.end(), [](auto &g) { return g && *g & 0xFFFF; }))
         fail("a thread leaves while copies read its shared memory");
+    block->ended++;
 }
 static void __syncwarp() { together("syncwarp", *me, [](Fiber **) {}); }
 static void warpgroup_barrier(int i) { meet(1 + i, 128); }
@@ -151,11 +155,16 @@ static void wait_sent(u64 &at, u32 parity) {
 }
 static void cluster_barrier() {
     // Nothing is known to be ready in another block before the barrier.
-    static std::map<int, std::pair<int, int>> met;
-    auto &[count, turns] = met[block->index / CLUSTER];
-    int turn = turns;
-    if (++count == CLUSTER * block->threads) count = 0, turns++;
-    until([&turns = turns, turn] { return turns != turn; }, "barrier.cluster");
+    block->there[me->met]++;
+    until([turn = me->met++, cluster = block->index / CLUSTER] {
+        return begun >= (cluster + 1) * CLUSTER && std::all_of(blocks.begin(), blocks.end(), [=](auto &b) {
+            return b->index / CLUSTER != cluster || b->there[turn] + b->ended >= b->threads; });
+    }, "barrier.cluster");
+}
+static float4 load_shared_of(int rank, u32 from) {
+    float4 x;
+    memcpy(&x, neighbour(rank).memory + from, sizeof x);
+    return x;
 }
 static void wait(u64 &at, u32 parity) {
     Barrier &b = barrier_at(&at);
