@@ -152,7 +152,7 @@ WINDOWS = {"windows": {"tokens": 40, "pattern": "WF", "rope_theta": None}}
 
 
 @pytest.mark.parametrize(("before", "now"), [(WINDOWS, {"windows": None}), ({}, WINDOWS)])
-def test_a_section_that_only_one_of_two_models_has_is_a_difference(before: dict, now: dict, tmp_path: Path) -> None:
+def test_a_section_that_one_of_two_models_has_is_a_difference(before: dict, now: dict, tmp_path: Path) -> None:
     """Neither a run that goes on nor one that begins with the weights computes attention otherwise."""
     first, cfg = tiny.run_state(1, 4 * tiny.SEQ), tiny.config(0)
     theirs, ours = (
