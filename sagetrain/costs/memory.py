@@ -98,9 +98,26 @@ def _recordings(
     if slots:
         # Forward and backward passes have pools of their own, and each slot has what a block does not keep.
         (_, *loss), (kept, again, workspace, _) = passes
-        held, what = total_bytes([kept, *loss, again, workspace]) + slots * again.bytes, f"{slots} micro-batches"
+        forward, backward = _passing(cfg, rank_of(cfg))
+        held, what = total_bytes([kept, *loss, again]), f"{slots} micro-batches"
+        held += max(workspace.bytes, backward) + slots * max(again.bytes, forward)
     why = f"activations of {what} as CUDA graphs, beside those of passes by the host, and {beside}"
     return [MemoryItem("recordings", held + more, why)]
+
+
+def _passing(cfg: RunConfig, rank: Rank) -> tuple[int, int]:
+    """Return the bytes that the forward pass of a block needs at once beside what it keeps, and those that its backward
+    pass needs at once if nothing of the forward pass is freed for it.
+
+    Most is needed around the widest layer, `down`: SwiGLU's result and its codes by rows, or the gradients of gate, up
+    and that result, the codes of the former by rows and columns, and the gradients of the weights of gate and up. Two
+    residual streams are there as well.
+    """
+    widest = max((layer for _, layer in _matmuls(cfg, rank)), key=lambda layer: layer.tokens * layer.inputs)
+    low, streams = widest.precision.forward in LOW_BIT, 2 * rank.element * widest.tokens * widest.outputs
+    made = widest.tokens * widest.inputs
+    forward = made * (rank.element + 1) * low + streams
+    return forward, made * (3 * rank.element + 4 * low) + streams + 2 * rank.element * widest.weights
 
 
 def kept_bytes(operations: Iterable[Operation]) -> int:

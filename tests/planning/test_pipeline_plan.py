@@ -62,13 +62,16 @@ def test_figures_are_those_of_the_order(stages: int, chunks: int, micros: int) -
 
 @pytest.mark.parametrize("again", ["none", "full"])
 def test_recorded_passes_keep_the_memory_of_all_slots(again: str) -> None:
-    """Each slot also has what the forward pass of a block needs and does not keep: most of it with recomputation."""
+    """Each slot also has what the forward pass of a block needs and does not keep: most of it with recomputation.
+    Nothing of that serves the backward passes, which make gradients of gate, up, SwiGLU and the weights."""
     unwatched, way = "stability.monitor.every_steps=null", f"training.activation_checkpointing={again}"
     cfg = config(4, 2, 16, unwatched, way, "training.cuda_graphs=on")
     memory = {item.name: item.bytes for item in _memory(cfg, Layout.of(cfg, 4), VOCAB, 1)}
     slots, recomputed = in_flight(orders(4, 2, 16)[1]), memory.get("recomputed", 0)
-    held = memory["activations"] + memory["workspace"] + recomputed
-    assert memory["recordings"] == held + slots * recomputed and (recomputed > 0) == (again == "full")
+    streams, inner = 2 * 2 * 8192 * 4096, 14_336
+    backward = max(memory["workspace"], 3 * 2 * 8192 * inner + streams + 2 * 2 * inner * 4096)
+    held = memory["activations"] + recomputed + backward
+    assert memory["recordings"] == held + slots * max(recomputed, streams) and (recomputed > 0) == (again == "full")
 
 
 @pytest.mark.parametrize("more", [[], ["training.activation_checkpointing=11"], ["parallel.pipeline_chunks=2"]])
@@ -87,6 +90,19 @@ EIGHT = ["attention.qk_norm=none", "linear.precision=fp8", "attention.backend=sa
 THREE = ["model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
          "num_key_value_heads: 8, head_dim: 128, vocab_size: 32768}", "stability.monitor.every_steps=null",
          "attention={backend: sdpa, qk_norm: none}", *EIGHT[4:]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "gib", "within"), [(0, 5.26, 0.03), (1, 3.46, 0.12)])
+def test_pools_of_recorded_stages_are_met(stage: int, gib: float, within: float) -> None:
+    """The run is that of results/log/step.md on two H200s, 2026-11-30: 1B in INT8, 16 sequences of 4,096 tokens. A part
+    of the last stage's pools is not explained."""
+    cfg = load_config(CONFIGS / "1b.yaml", [
+        *EIGHT, "linear.precision=int8", "model.vocab_size=32000", "data.micro_batch_size=1", "training.cuda_graphs=on",
+        "tokens_per_step={schedule: constant, tokens: 65536}", "parallel.pipeline_parallel_size=2",
+        "stability.monitor.every_steps=null",
+    ])  # fmt: skip
+    memory = {item.name: item.bytes for item in _memory(cfg, Layout.of(cfg, 2), 32_000, stage)}
+    assert memory["recordings"] / 2**30 == pytest.approx(gib, rel=within)
 
 
 @pytest.mark.parametrize(("model", "stages", "chunks", "micros", "more", "rate", "gib"), [
