@@ -4,13 +4,18 @@ it, so a new kind of layer is a field here. No torch."""
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.sections.model import DeltaNetConfig, ExpertsConfig, ModelConfig, Norms, QKNorm, RopeScaling
 
 WITH_SINKS = ("sage", "reference")
 """The values of attention.backend that compute attention with sinks."""
+
+
+def exact_backend(model: ModelConfig) -> Literal["sdpa", "reference"]:
+    """Return the backend that computes a model's attention in the precision of its inputs on any machine."""
+    return "reference" if model.sinks else "sdpa"
 
 
 class Rope(NamedTuple):

@@ -17,6 +17,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, from_python, spelled
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
+from sagetrain.config.layer_specs import exact_backend
 from sagetrain.config.load import load_config, saved_config
 from sagetrain.config.rules.prepared import CHAT_TEMPLATE
 from sagetrain.config.schema import DataSource, RunConfig, tokenizer_in
@@ -242,7 +243,7 @@ def load_run(
     trained = kept_attention(cfg.attention, before.attention)
     cfg = cfg.model_copy(update={"linear": kept_linear(cfg.linear, before.linear)})
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
-    wide: LoadedAttention = "reference" if cfg.model.sinks else "sdpa"
+    wide: LoadedAttention = exact_backend(cfg.model)
     try:
         asked = trained if attention is None else trained.model_copy(update={"backend": attention})
         backend, _ = resolve_backend(asked, cfg.model, device=device, dtype=dtype)

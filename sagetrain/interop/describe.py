@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.layer_specs import exact_backend
 from sagetrain.config.rules.model import rope_scaling
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.interop.families import DEFAULTS, FAMILIES, REFUSED, SIZES, Family, MixtureKeys
@@ -137,8 +138,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             raise ConfigError(f"{where}: {finding.key.removeprefix('model.')} {finding.value} {finding.message}")
     if model.head_dim % 2:
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
-    backend = "reference" if model.sinks else "sdpa"
-    attention = AttentionConfig.model_validate({"backend": backend, "qk_norm": family.qk_norm})
+    attention = AttentionConfig.model_validate({"backend": exact_backend(model), "qk_norm": family.qk_norm})
     length = _whole(said, "max_position_embeddings", where)
     return Described(family, model, attention, _whole(said, "vocab_size", where), length)
 

@@ -19,6 +19,7 @@ from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.earlier_run import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.errors import ConfigError, TrainingError
+from sagetrain.config.layer_specs import exact_backend
 from sagetrain.config.run_parts import end_of
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
@@ -76,7 +77,7 @@ class Controllers:
         leaves = engine.leaves()
         self._linear = LinearErrors(model, self._monitor.chosen, leaves)
         self._noise = GradientNoise(leaves, model.every_spec.values(), groups, device)
-        exact = attention_function("sdpa", cfg.attention, device)
+        exact = attention_function(exact_backend(cfg.model), cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device, leaves)
         self.spikes = Spikes(stability.spikes)
         micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length

@@ -2,7 +2,8 @@
 
 import pytest
 
-from runs import check_killed, check_scored, rows_of, sagetrain
+from runs import check_killed, check_scored, rows_of, sagetrain, write_config
+from sagetrain import api
 from sagetrain.report.page import render
 from sagetrain.report.read import read_runs
 
@@ -52,3 +53,12 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     assert max(run.loads[2]) == pytest.approx(trained[-1]["moe/2/max_load"])
     assert "Loads of experts over the mean, step 8" in render([run])
     assert sagetrain("generate", tmp_path / "whole", "the", "--max-tokens", "4").returncode == 0
+
+
+def test_errors_of_a_mixture_with_sinks_are_measured(tmp_path, corpus) -> None:
+    """The attention beside which choices and gradients are compared has the sinks too."""
+    sections = {name: SECTIONS[name] for name in ("data", "stability", "attention")}
+    sections["model"] = {"experts": EXPERTS | {"dense_layers": 0}, "num_layers": 1, "sinks": True}
+    assert api.train(write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", steps=4, **sections)).finished
+    (row,) = (row for row in rows_of(tmp_path / "run") if row["step"] == 4 and "train/loss" in row)
+    assert "moe/0/flips" in row and row["quant_noise/0/ratio"] > 0
