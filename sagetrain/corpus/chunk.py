@@ -16,6 +16,8 @@ from sagetrain.config.errors import ConfigError, pointer, some
 T = TypeVar("T")
 _Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 """A function that makes a JSON object of its keys and values."""
+SEAM_BYTES = 1 << 13
+"""The bytes of the next part of a document, and of the one before, that decide where its tokens are parted."""
 HASHED_BYTES = 1 << 16
 """The bytes of a document's beginning that decide its side of a train/valid split."""
 
@@ -71,6 +73,10 @@ class Chunk:
     """The byte after the chunk where reading can begin, as in Place."""
     after: Place | None = None
     """The place up to which the corpus has been read with this chunk. None inside of a document."""
+    before: bytes = b""
+    """The last bytes of the document's part in the chunk before, if the first record continues it."""
+    behind: bytes = b""
+    """The first bytes of the document's part in the next chunk, if there is one."""
     unread: tuple[str, ...] = ()
     """Columns of the table that were not read, because nobody asked for them."""
     input: str = ""

@@ -22,7 +22,7 @@ import numpy as np
 from sagetrain.config.arguments import from_python, speak_python
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.chunk import HASHED_BYTES, Chunk, Place, place_of
-from sagetrain.corpus.long_texts import pieces
+from sagetrain.corpus.long_texts import between_seams, pieces
 from sagetrain.corpus.messages import texts_in
 from sagetrain.corpus.notes import APART, ENDLESS, FORGED, REPEATED, UNKNOWN, UNREAD, WRITTEN, Notes
 from sagetrain.corpus.records import Records
@@ -116,11 +116,13 @@ class Encoder:
                 continue
             begins, ends = number > 1 or not chunk.continues, number < len(texts) or not chunk.unfinished
             before, behind = self.prefix if begins else [], [self.tokenizer.eos_id] if ends else []
+            data = text.encode()
+            if chunk.before or chunk.behind:
+                text = between_seams(self.tokenizer, text, chunk.before, chunk.behind)
             document = [np.array(before, self._dtype)]
             document += (np.array(ids, self._dtype) for ids in pieces(self.tokenizer, text))
             document.append(np.array(behind, self._dtype))
             around.update([*before, *behind])
-            data = text.encode()
             side = self._side(chunk.split_key or data[:HASHED_BYTES])
             tokens[side].append(np.concatenate(document))
             num_bytes[side] += len(data)

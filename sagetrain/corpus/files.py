@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.blocks import BLOCK, Content, opened
-from sagetrain.corpus.chunk import HASHED_BYTES, Broken, Chunk, Place, no_such_key, root_of
+from sagetrain.corpus.chunk import HASHED_BYTES, SEAM_BYTES, Broken, Chunk, Place, no_such_key, root_of
 from sagetrain.corpus.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
 
 Chunks = Iterator[Chunk]
@@ -130,6 +130,7 @@ def _chunks(
     """
     gathered: list[Any] = []
     size, where, key = 0, 0, None
+    held: Chunk | None = None  # A part waits for the one behind it.
     for record, length, end, whole in records:
         if gathered and (size >= CHUNK_BYTES or len(gathered) >= CHUNK_RECORDS or not whole):
             yield chunk(first, gathered, consumed(), offset=where)
@@ -140,8 +141,13 @@ def _chunks(
             size += length
             continue
         continues, key = key is not None, key or record[:HASHED_BYTES]
-        yield chunk(first, [record], consumed(), key, continues, not whole, where)
+        part = chunk(first, [record], consumed(), key, continues, not whole, where)
+        if held:
+            held.behind, part.before = record[:SEAM_BYTES], held.records[0][-SEAM_BYTES:]
+            yield held
+        held = None if whole else part
         if whole:
+            yield part
             first, key = first + 1, None
     if gathered:
         yield chunk(first, gathered, consumed(), offset=where)
@@ -325,9 +331,8 @@ def _documents(name: str, file: BinaryIO, separator: bytes, at: int) -> Iterator
     """Yield the documents of a text file that have a separator between them, or the whole file if the separator is
     empty. The first one begins at byte `at`.
 
-    A long document comes in parts that end with a newline where there is one. In the tokenizers that `sagetrain
-    prepare` trains, newlines are tokens of their own, so the parts have the same tokens as the whole. Other tokenizers
-    may have a token that spans the cut.
+    A long document comes in parts that end with a newline where there is one in their second half. The encoder moves
+    the cut to where it changes no token (long_texts.py).
     """
     rest, begun = b"", False
     while block := file.read(BLOCK):
@@ -341,7 +346,7 @@ def _documents(name: str, file: BinaryIO, separator: bytes, at: int) -> Iterator
         if len(rest) >= CHUNK_BYTES + len(separator):
             # The rest may be the beginning of a separator.
             limit = len(rest) - max(len(separator) - 1, 0)
-            part = rest.rfind(b"\n", 0, limit) + 1 or _character_boundary(rest[:limit])
+            part = rest.rfind(b"\n", limit // 2, limit) + 1 or _character_boundary(rest[:limit])
             at += part
             yield rest[:part], part, at, False
             rest, begun = rest[part:], True

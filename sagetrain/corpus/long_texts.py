@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from sagetrain.corpus.chunk import SEAM_BYTES
 from sagetrain.data.tokenizer import Tokenizer
 
 PIECE = 1 << 18
@@ -28,7 +29,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
     begin = 0
     while len(text) - begin > 2 * PIECE:
         far = begin + PIECE + _FARTHEST
-        seam = _seam(tokenizer, text, begin + PIECE, min(far, len(text)) - PIECE)
+        seam = _seam(tokenizer, text, begin + PIECE, min(far, len(text)))
         if seam is None and far >= len(text):
             break
         stop, follows = seam or (far, far)
@@ -37,14 +38,41 @@ def pieces(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
     yield tokenizer.encode(text[begin:])
 
 
+def between_seams(tokenizer: Tokenizer, text: str, before: bytes, behind: bytes) -> str:
+    """Move the ends of a part of a text to the seams around them, so that the parts have the tokens of the whole. Two
+    parts that meet know the same bytes, and find the same seam. Where there is none, the end stays.
+
+    Args:
+        before: the last SEAM_BYTES of the part before. Empty: there is none.
+        behind: the first SEAM_BYTES of the next part. Empty: there is none.
+    """
+    data = text.encode()
+    follows = _moved(tokenizer, before, data[:SEAM_BYTES])[1] if before else 0
+    stop = _moved(tokenizer, data[-SEAM_BYTES:], behind)[0] if behind else 0
+    first = _decoded(before)
+    return (first + text + _decoded(behind))[len(first) + follows : len(first) + len(text) + stop]
+
+
+def _moved(tokenizer: Tokenizer, before: bytes, behind: bytes) -> tuple[int, int]:
+    """Return where a part ends and where the next one begins, in characters from the cut between them."""
+    cut, both = len(_decoded(before)), _decoded(before + behind)
+    stop, follows = _seam(tokenizer, both, _AROUND, len(both) - _AROUND) or (cut, cut)
+    return stop - cut, follows - cut
+
+
+def _decoded(cut: bytes) -> str:
+    """Return the text of bytes. A character that is cut at their beginning or end is left out."""
+    return cut.decode(errors="ignore")
+
+
 def _seam(tokenizer: Tokenizer, text: str, place: int, end: int) -> tuple[int, int] | None:
     """Return where a piece may end from `place` on, and where the next one begins, or None if there is no such place
-    in the pieces that begin before `end`.
+    before `end`.
 
     If the tokenizer puts a space before each text, the piece after a space begins without that space.
     """
     for target in range(place, end, PIECE):
-        for tried, found in enumerate(_SEAMS.finditer(text, target, target + PIECE)):
+        for tried, found in enumerate(_SEAMS.finditer(text, target, min(target + PIECE, end))):
             if tried == _TRIED:
                 break
             for stop, follows in ((found.end(), found.end()), (found.start(), found.start()), found.span()):

@@ -28,6 +28,7 @@ from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
 from sagetrain.corpus import files, long_texts
 from sagetrain.corpus.blocks import Content, opened
+from sagetrain.corpus.encode import Encoder
 from sagetrain.corpus.records import Pairs
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
@@ -561,6 +562,22 @@ def test_long_texts_have_the_tokens_that_they_have_as_a_whole(tmp_path, monkeypa
     assert {"text", "code"} <= cut
     # This tokenizer takes spaces away from both sides of a seam, so one line is not cut.
     assert ("one line" in cut) == (name != "no dummy")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_parts_of_a_long_file_have_the_tokens_of_the_whole(tmp_path, monkeypatch, name):
+    """A model with a space before each text had a further space in plain text each half megabyte, and GPT-2's had other
+    tokens for the newlines there. The same text on a line of .jsonl had not."""
+    monkeypatch.setattr(files, "BLOCK", 30_000)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 30_000)
+    tokenizer = TOKENIZERS[name](tmp_path)
+    encoder = Encoder(tokenizer, "text", 0.0)
+    for kind in ("text", "code"):
+        text = LONG[kind] * (100_000 // len(LONG[kind]))
+        corpus = Corpus(TextRequest([write(tmp_path, "a.txt", text.encode())]))
+        found = [encoder(chunk).parts["train"].tokens.tolist() for chunk in corpus.chunks()]
+        assert len(found) > 2
+        assert [*chain(*found)] == [*tokenizer.encode(text), tokenizer.eos_id], kind
 
 
 def megabytes(path: str, model: str, out: str) -> float:
