@@ -68,8 +68,8 @@ class Observed(Matmul):
     low: LowBit
     tell: Numbers
     tag: str
-    weights: Sequence[Tensor] = ()
-    """The weights, for a layer that adds the gradient of its weight up itself."""
+    layer: LinearLayer[Any] | None = None
+    """The layer. Only one that adds the gradient of its weight up itself is asked for it."""
 
     def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the codes and scales of x, and x."""
@@ -110,7 +110,9 @@ class Observed(Matmul):
 
     def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """Add the gradient of one weight to an fp32 total."""
-        total += self.weight_gradients(prepared, saved, self.weights)[0]
+        assert self.layer is not None
+        # At ZeRO 3 its weights are whole during a pass alone.
+        total += self.weight_gradients(prepared, saved, self.layer.weights)[0]
 
     def _compare(self, name: str, found: Tensor, a: Tensor, b: Tensor) -> None:
         """Compare a result with a b in fp32, for every n-th row."""
@@ -259,12 +261,12 @@ class LinearErrors:
             changes[block, "dear"] = ()
             changes |= {(norm, "reader"): None for norm in (block.attention_norm, block.mlp_norm)}
         for (number, path), (layer, low) in self.layers.items():
-            tag, own = self.tag(number, path), layer.weights if number == "head" else ()
+            tag = self.tag(number, path)
             if isinstance(low, GroupedLowBit) and isinstance(layer, Experts):
                 of_both = tag[: tag.index("_")]
                 changes[layer, "matmul"] = ObservedExperts(low=low, tell=tell, tag=of_both, layer=layer)
             elif isinstance(low, LowBit):
-                changes[layer, "matmul"] = Observed(low=low, tell=tell, tag=tag, weights=own)
+                changes[layer, "matmul"] = Observed(low=low, tell=tell, tag=tag, layer=layer)
         return changed(changes)
 
 

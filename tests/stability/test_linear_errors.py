@@ -99,6 +99,8 @@ LAYOUTS = {  # These are layouts of two ranks.
     ),
     "context parallel": (1, 2, 1, {}),
     "ZeRO 2, recomputed": (1, 1, 2, {"training": {"activation_checkpointing": "full"}}),
+    "ZeRO 3": (1, 1, 3, {}),
+    "ZeRO 3, by hooks": (1, 1, 3, {"parallel": {"shard_size": 2}}),
 }
 
 
