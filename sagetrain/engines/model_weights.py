@@ -60,12 +60,13 @@ class GatheredWeights:
 
     def gather(self) -> None:
         """Gather all weights, and make all of them ready for a forward pass."""
+        self._enter_apart()
         for module in self._modules:
             module.unshard()
             self._enter(module)
 
     def _enter_apart(self) -> None:
-        """Gather the weights of modules that are never called."""
+        """Gather the weights of modules that are never called. Blocks read them, and so come later."""
         for module in self._apart:
             module.unshard()
             self._enter(module)
@@ -76,9 +77,11 @@ class GatheredWeights:
         if number is None:
             return
         self._wait(number)
-        if self._kept and module is not self._model:
+        if self._kept is None or module in self._apart:  # Its block renews what experts keep.
+            return
+        if module is not self._model:
             self._kept.renew(module)
-        elif self._kept and self._model.matmuls[-1]:  # The output projection belongs to the outermost unit.
+        elif self._model.matmuls[-1]:  # The output projection belongs to the outermost unit.
             self._kept.renew(self._model.head)
 
     def _wait(self, number: int) -> None:
@@ -130,7 +133,7 @@ class ResidentWeights(GatheredWeights):
 
     def gather(self) -> None:
         """Make all weights ready: see GatheredWeights."""
-        for module in list(self._stale):
+        for module in (*self._apart, *self._stale):
             self._enter(module)
 
     def interrupt(self) -> None:

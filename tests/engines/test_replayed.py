@@ -93,7 +93,8 @@ def run_cases(
     stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1, by_copies: bool = False, ep: int = 1
 ) -> dict[str, Any]:
     """Take three steps by the host, and by replays. Where ranks have experts between them, take three more, in the
-    first of which their rows need more room. Return what differs, and how many recordings and replays there were.
+    first of which their rows need more room, and evaluate before the last one. Return what differs, and how many
+    recordings and replays there were.
 
     Args:
         by_copies: ranks copy from and to each other's memory.
@@ -112,7 +113,9 @@ def run_cases(
         for engine in engines(stage, counted, groups, **sections, parallel=halves):
             steps = [step_of(engine, kind, step) for step in range(3)]
             if ep > 1:
-                steps += [crowded(engine, kind, 3), *(step_of(engine, kind, step) for step in (4, 5))]
+                steps += [crowded(engine, kind, 3), step_of(engine, kind, 4)]
+                tiny.evaluation(engine, ["web"])
+                steps += [step_of(engine, kind, 5)]
             both.append((steps, weights_of(engine)))
         (steps, weights), (others, again) = both
         same = steps == others and torch.equal(weights, again)

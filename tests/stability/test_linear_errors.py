@@ -138,15 +138,18 @@ def test_a_layer_is_compared_with_float64_on_its_own_input() -> None:
             assert ours == pytest.approx(truth, rel=1e-3, abs=1e-6), precision
 
 
-def of_a_mixture() -> list[list[dict[str, float]]]:
-    """Return the numbers of two steps of a mixture in INT8, with measurement and without."""
+def of_a_mixture(stage: int, ranks: int) -> list[list[dict[str, float]]]:
+    """Return the numbers of two steps of a mixture in INT8, with measurement and without. Ranks have experts between
+    them."""
     experts = {"number": 4, "per_token": 2, "ffn_size": 48, "dense_layers": 1}
-    engines = (tiny.engine(config(1, "int8", model={"experts": experts}), tiny.join(1)) for _ in range(2))
+    cfg = config(stage, "int8", model={"experts": experts}, parallel={"expert_parallel_size": ranks})
+    engines = (tiny.engine(cfg, tiny.join(1, ep_size=ranks)) for _ in range(2))
     return [[step(engine, watched) for _ in range(2)] for engine, watched in zip(engines, (True, False), strict=True)]
 
 
-def test_experts_are_measured_and_their_steps_stay() -> None:
-    ((watched, alone),) = run_distributed(of_a_mixture, 1)
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (2, 2)])
+def test_experts_are_measured_and_their_steps_stay(stage: int, ranks: int) -> None:
+    watched, alone = run_distributed(of_a_mixture, ranks, stage, ranks)[0]
     found = measured(watched[0])
     layers = [f"0/{name}" for name in LAYERS] + ["1/qkv", "1/out", "1/experts_gate_up", "1/experts_down", "head/head"]
     names = {f"quant/{layer}.{number}" for layer in layers for number in NUMBERS}
