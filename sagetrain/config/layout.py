@@ -198,8 +198,6 @@ def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
 def _not_recorded(cfg: RunConfig, lone: bool) -> Refusal | None:
     parallel, stage = cfg.parallel, cfg.parallel.zero_stage
     stages, ranks = parallel.pipeline_parallel_size, parallel.expert_parallel_size
-    top = cfg.model.experts.per_token if cfg.model.experts else ranks
-    untried = cfg.training.cuda_graphs == "auto" and by_rows(ranks, top)
     every = (
         (_engine(cfg) == "deepspeed", "parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step",
          "use fsdp"),
@@ -214,9 +212,6 @@ def _not_recorded(cfg: RunConfig, lone: bool) -> Refusal | None:
          "use false"),
         (stage > 1 and stages > 1, "parallel.pipeline_parallel_size", stages,
          f"hooks of FSDP2 run in every pass at zero_stage {stage}", "use 1, or zero_stage 1"),
-        (untried, "parallel.expert_parallel_size", ranks,
-         "rows go by an all-to-all, which auto does not choose yet, and cuda_graphs: on records micro-steps",
-         f"use at most {top}"),
         (lone, "parallel.zero_stage", stage,
          "a single replica has its weights once, and recordings need them in 16 bits too", "use 0 to 2"),
     )  # fmt: skip

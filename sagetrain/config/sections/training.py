@@ -121,9 +121,8 @@ class TrainingConfig(Section):
     are the same. Recordings keep the memory of a micro-step's activations for themselves. They need engine fsdp without
     parallel.offload and activation_offload; from zero_stage 2 on also no pipeline parallelism, no parallel.shard_size
     and no experts that ranks have between them, and at 3 no experts at all. auto: where that is so, the memory is
-    there, and replays are as fast as the host by the times of both in the first steps; not with a loss of your own, for
-    a single replica at zero_stage 3, or where more ranks than per_token have the experts between them. on: untimed,
-    with these too, and an error where it is not possible."""
+    there, and replays are as fast as the host by the times of both in the first steps; not with a loss of your own, or
+    for a single replica at zero_stage 3. on: untimed, with these too, and an error where it is not possible."""
     drop_steps: list[PositiveInt] = []
     """Steps (the first is 1) whose samples are skipped without an update, where a run cannot get past a step, because
     of a loss that is not finite for instance. The sample ledger of every later checkpoint records them."""
