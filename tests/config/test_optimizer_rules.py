@@ -12,6 +12,7 @@ CASES = [
      "muon_without_matrices", "optimizer.muon.adamw_matrices", "use optimizer.name: adamw"),
     ({"optimizer": {"name": "muon", "lr_of": {"head": 0.03}}},
      "large_lr", "optimizer.lr_of.head", "use a smaller one"),
+    ({"optimizer": {"lr_of": {"embedding": 0.08}}}, "large_lr", "optimizer.lr_of.embedding", "use a smaller one"),
     ({"optimizer": {"name": "muon", "lr": 0.02, "muon": {"adjust_lr": "original"}}},
      "large_lr", "optimizer.lr", "or set optimizer.lr_of for what AdamW updates"),
     ({"optimizer": {"name": "muon", "weight_decay": 50.0, "lr_of": {"embedding": 0.1}}},

@@ -157,7 +157,7 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
     only_muon = {"matrix"} if muon and not optimizer.muon.adamw_matrices else set()
     by_adamw = {rate for kind, rate in rates.items() if kind not in only_muon}
     for key, given, lr in sorted(by_adamw):
-        if lr < std:
+        if lr < std * (4 if key == "optimizer.lr_of.embedding" else 1):  # The short recipe has 3.2 times std.
             continue
         fix = "use a smaller one, such as 3e-4"
         if only_muon and key == "optimizer.lr":
