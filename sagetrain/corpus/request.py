@@ -108,11 +108,6 @@ class Request(TextRequest):
             )
         if self.tokenizer and vocab_size:
             raise ConfigError(f"give either {spelled('tokenizer')} or {spelled('vocab_size')} to train one, not both")
-        if not self.tokenizer and not vocab_size and not tokenizer_in(output.parent).is_file():
-            raise ConfigError(
-                f"there is no {TOKENIZER_NAME} in {output.parent}: give {spelled('tokenizer')}, or "
-                f"{spelled('vocab_size')} to train one"
-            )
         if not 0 <= self.valid_fraction < 1:
             raise ConfigError(f"{spelled('valid_fraction')} {self.valid_fraction} is not in [0, 1)")
         if self.valid_fraction and output.name == "valid":
@@ -129,6 +124,15 @@ class Request(TextRequest):
             raise ConfigError(
                 f"{spelled('num_workers')} {self.num_workers} is not from 1 to {_MAX_WORKERS}: one for each core is "
                 "enough"
+            )
+
+    def check_tokenizer(self) -> None:
+        """Check that there is a tokenizer, or that one is trained. Raises ConfigError if neither is so."""
+        folder = Path(self.output).parent
+        if not self.tokenizer and not self.vocab_size and not tokenizer_in(folder).is_file():
+            raise ConfigError(
+                f"there is no {TOKENIZER_NAME} in {folder}: give {spelled('tokenizer')}, or "
+                f"{spelled('vocab_size')} to train one"
             )
 
     @property

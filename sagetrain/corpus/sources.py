@@ -77,6 +77,11 @@ class Corpus:
         """
         if not texts.source_texts:
             raise ConfigError("no source of text given")
+        if "" in texts.source_texts:  # Path("") is the current folder.
+            raise ConfigError(
+                "a source is an empty text (a variable of the shell that is not set?): name it, or . for "
+                "the current folder"
+            )
         self.texts, split_on = texts, texts.split_on
         self._fields, optional = (records.fields, records.optional_fields) if records else ((), ())
         separator = _separator(split_on) if split_on is not None else b""

@@ -225,7 +225,8 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
 
 @pytest.mark.parametrize(("sources", "options", "message"), [
     ([], {}, "no source of text"), (["./none.jsonl"], {}, r"\./none\.jsonl: no such file or folder"),
-    (["none.jsonl"], {}, "no such file or folder"),
+    (["none.jsonl"], {}, "no such file or folder"), (["none.jsonl"], {"tokenizer": None}, "no such file or folder"),
+    ([""], {}, "a source is an empty text"),
     (["none/*.jsonl"], {}, "no such .* a pattern is expanded by the shell, .*, or give its folder and --glob"),
     (["s3://none/a.jsonl"], {}, "is an address, and files are read from this machine alone; download it first"),
     (["link.txt"], {}, r"link\.txt: is a link to nowhere, which leads to nothing; mend"),
