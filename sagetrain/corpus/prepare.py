@@ -70,7 +70,9 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     request.check()
     there = Destination.of(request)
     corpus = Corpus(request, there.division, request.records)
-    request.check_tokenizer()
+    if not request.has_tokenizer:
+        next(corpus.chunks(), None)  # A name that is neither a file nor a dataset is named first.
+        raise request.no_tokenizer()
     if not request.records:
         check_split(corpus, request.valid_fraction)
     given = None if request.vocab_size else Tokenizer.load(request.tokenizer or tokenizer_in(there.folder))

@@ -126,14 +126,17 @@ class Request(TextRequest):
                 "enough"
             )
 
-    def check_tokenizer(self) -> None:
-        """Check that there is a tokenizer, or that one is trained. Raises ConfigError if neither is so."""
-        folder = Path(self.output).parent
-        if not self.tokenizer and not self.vocab_size and not tokenizer_in(folder).is_file():
-            raise ConfigError(
-                f"there is no {TOKENIZER_NAME} in {folder}: give {spelled('tokenizer')}, or "
-                f"{spelled('vocab_size')} to train one"
-            )
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer, or one is trained."""
+        return bool(self.tokenizer or self.vocab_size or tokenizer_in(Path(self.output).parent).is_file())
+
+    def no_tokenizer(self) -> ConfigError:
+        """Return the error for a request without a tokenizer."""
+        return ConfigError(
+            f"there is no {TOKENIZER_NAME} in {Path(self.output).parent}: give {spelled('tokenizer')}, or "
+            f"{spelled('vocab_size')} to train one"
+        )
 
     @property
     def division(self) -> tuple[int, int] | None:

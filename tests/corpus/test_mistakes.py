@@ -226,6 +226,7 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
 @pytest.mark.parametrize(("sources", "options", "message"), [
     ([], {}, "no source of text"), (["./none.jsonl"], {}, r"\./none\.jsonl: no such file or folder"),
     (["none.jsonl"], {}, "no such file or folder"), (["none.jsonl"], {"tokenizer": None}, "no such file or folder"),
+    (["nothere"], {"tokenizer": None}, "nothere: no such file or folder here"),
     ([""], {}, "a source is an empty text"),
     (["none/*.jsonl"], {}, "no such .* a pattern is expanded by the shell, .*, or give its folder and --glob"),
     (["s3://none/a.jsonl"], {}, "is an address, and files are read from this machine alone; download it first"),
