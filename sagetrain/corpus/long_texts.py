@@ -44,10 +44,10 @@ def between_seams(tokenizer: Tokenizer, text: str, before: bytes, behind: bytes)
 
     Args:
         before: the last SEAM_BYTES of the part before. Empty: there is none.
-        behind: the first SEAM_BYTES of the next part. Empty: there is none.
+        behind: the first SEAM_BYTES of the next part. Empty: there is none, or it holds only the end of the document.
     """
     data = text.encode()
-    follows = _moved(tokenizer, before, data[:SEAM_BYTES])[1] if before else 0
+    follows = _moved(tokenizer, before, data[:SEAM_BYTES])[1] if before and data else 0
     stop = _moved(tokenizer, data[-SEAM_BYTES:], behind)[0] if behind else 0
     first = _decoded(before)
     return (first + text + _decoded(behind))[len(first) + follows : len(first) + len(text) + stop]
