@@ -96,7 +96,7 @@ class Hardware:
     peaks: dict[str, float]
     """Peak of matmuls by precision on the datasheet, divided by `peak_flops`."""
     matmul_half_size: float
-    """Smallest dimension at which a matmul runs at half of matmul_flops."""
+    """Smallest dimension at which a matmul in 16 bits runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
     """Rates by attention.backend ("sage scores" for that recipe), and by "BACKEND over documents" where packed
     documents take another kernel. A rate counts the FLOPs inside documents, and its length is operations.Rank.span."""
@@ -165,7 +165,7 @@ class Hardware:
     int8_attention: str = ""
     """The reason why the rates of `sage` are less reliable here than others, and what to use instead."""
     ceilings: dict[str, float] = field(default_factory=dict)
-    """Rate that matmuls of a precision do not exceed, however large they are. Empty where no run showed one."""
+    """Rate that matmuls of a precision do not exceed, however large they are, because of the limit of power."""
     compute_scale: float = 1.0
     """Factor that divides the time of everything that runs on the GPU. It comes from --measured-tokens-per-second."""
 
@@ -175,8 +175,9 @@ class Hardware:
 
     def matmul_rate(self, precision: str, *dims: int) -> float:
         """Return the FLOP/s of a matmul with these dimensions."""
-        smallest = min(dims)
-        rate = self.matmul_flops * self.precisions[precision] * smallest / (smallest + self.matmul_half_size)
+        smallest, speed = min(dims), self.precisions[precision]
+        # What a small product loses is time, so it is a larger share of a faster one.
+        rate = self.matmul_flops * speed * smallest / (smallest + max(1.0, speed) * self.matmul_half_size)
         return min(rate, self.ceilings.get(precision, rate))
 
     def link(self, stride: int, size: int) -> tuple[float, float]:
@@ -199,33 +200,35 @@ H200 = Hardware(
     peak_flops=PEAK_FLOPS["H200"],
     memory=143_771 * 2**20,  # This is from nvidia-smi.
     # The rate is 788 TFLOP/s at 8192 x 8192 x 8192 on random data. Summed over the matmuls of a step of 1B, profiled at
-    # 32K tokens, it is 745, 692 and 616 at TP 1, 2 and 4 (255, 137 and 77 ms per micro-step).
+    # 32K tokens, it is 692 and 616 at TP 2 and 4 (137 and 77 ms per micro-step). For larger ones see `ceilings`.
     matmul_flops=821e12,
-    # For fp32 the ratio is TF32's by the datasheet. For FP8 it comes from the matmuls of 1B's blocks in a step's
-    # profile (results/step), 1,042 to 512 ms, with casts at the rate of memory; published ratios are 1.90
-    # (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x 8192). INT8 is multiplied by
-    # hopper_int8.cu. FP8's products take 255.5, 507.3 and 251.8 ms where INT8's take 257.1, 482.7 and 245.3: steps of
-    # 1B and of 8 layers of 4096, and a pair of micro-steps of 1B, 2026-11-29 (results/log/step.md, kernels.md). So the
-    # rate is 1.02 times FP8's in the mean. Several ranks take tiles from a counter, 1.0 and 1.4 % slower on one GPU.
+    # For fp32 the ratio is TF32's by the datasheet. Products in 8 bits are at their ceilings from 2,048 columns on.
+    # Published ratios of FP8 are 1.90 (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x
+    # 8192). INT8 is multiplied by hopper_int8.cu. Several ranks take tiles from a counter, 1.0 and 1.4 % slower on one
+    # GPU.
     precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 2.15},
+    # Large products draw the power that the GPU may take, so clocks fall, and rates do not grow with the size. In steps
+    # of 1B and of 8 layers of 4096, 2026-11-29 (results/log/step.md), products reach 701 and 690 TFLOP/s in bf16, 1,406
+    # and 1,360 in FP8, and 1,398 and 1,430 in INT8. INT8's clock is 12 % higher than FP8's at the same power. The same
+    # steps were 2 % faster in 8 bits a day later.
+    ceilings={"bf16": 700e12, "fp8": 1.37e15, "int8": 1.44e15},
     peaks={"bf16": 1.0, "fp32": 0.5, "fp8": 2.0, "int8": 2.0},
     matmul_half_size=220,
     attention={
         # FlashAttention-4 and `scores` are level inside our step: 1B on an H100, 2026-11-26, 0.996 to 1.008 at 4K and
         # 16K in 16 bits and with INT8 linear layers (results/which-attention). Alone, and in a plain PyTorch step,
         # FlashAttention-4 is faster.
-        "flash": AttentionRate(560e12, 620e12, 2700),
+        "flash": AttentionRate(535e12, 620e12, 1035),
         # This is cuDNN. In the same runs it was 14 to 17 ms per step behind them at 4K, and 74 at 16K.
-        "sdpa": AttentionRate(500e12, 530e12, 1900),
+        "sdpa": AttentionRate(545e12, 550e12, 1080),
         # This is FlashAttention-2, from the time of a whole 325M step that is left for attention. d 128 is in
         # proportion.
-        "sdpa over documents": AttentionRate(272e12, 310e12, 1090),
-        # These rates come from the time of whole steps that is left for attention, at spans of 2.4K (packed documents),
-        # 4K and 128K. The kernels alone reach more (16 heads of 128 at 4K: 218 and 528); with those rates, steps
-        # without documents were predicted 8 % too fast. fine: 1B, profiled (194, 95 and 51 ms per micro-step at TP 1, 2
-        # and 4), and 325M at d 64. scores: 1B, and 325M on an H100 (the same arithmetic).
-        "sage": AttentionRate(326e12, 247e12, 2700),
-        "sage scores": AttentionRate(560e12, 620e12, 2700),
+        "sdpa over documents": AttentionRate(278e12, 375e12, 1090),
+        # fine: 1B, profiled (194, 95 and 51 ms per micro-step at TP 1, 2 and 4), and 325M at d 64. scores: at 4K a step
+        # of 1B has 145 and 161 ms of kernels with linear layers in INT8 and FP8 (2026-11-29, results/log/step.md), that
+        # is 530 and 480 TFLOP/s, and alone they reach 528. 16K is by steps on an H100, d 64 by 325M there.
+        "sage": AttentionRate(330e12, 260e12, 2700),
+        "sage scores": AttentionRate(535e12, 620e12, 1035),
         # This is fla's gated delta rule: 15 layers of 8 heads of 128 in 27.7 ms, forward and backward, at 1 x 16,384
         # tokens (2026-11-30); d 64 is in proportion. It does not depend on the span, which stands for the width of
         # keys.
@@ -277,12 +280,13 @@ H200 = Hardware(
     # error.
     copy_latency=100e-6,
     # 3B in FP8 at TP 2 whole on two H200s, one sequence of 4,096 tokens, replayed (results/graphs): nothing hides 16.2
-    # ms of its 228 collectives, whose bytes take 9.
-    replayed_copy_latency=40e-6,
+    # ms of its 228 collectives, whose bytes take 9. With one meeting a scatter it is 2 ms less
+    # (results/log/tensor-parallel.md).
+    replayed_copy_latency=32e-6,
     # Replays of 325M and 1B take this beyond their parts and a micro-step's 1 ms, in ms a block: 0.17 (bf16), 0.22
     # (FP8) and 0.25 (INT8) with one sequence of 1,024 tokens, and 0.02 to 0.2 with one of 4,096 (results/graphs).
-    short_block_seconds=0.2e-3,
-    short_low_bit_seconds=0.06e-3,
+    short_block_seconds=0.21e-3,
+    short_low_bit_seconds=0.1e-3,
     network_latency=8e-6,  # This is assumed.
     # 3B with offload at ZeRO 1, 2 and 3 on two GPUs, 16 cores each (results/offload).
     host_update_bandwidth=80e9,
@@ -306,6 +310,7 @@ def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float
         peak_flops=PEAK_FLOPS[peak],
         memory=memory,
         matmul_flops=H200.matmul_flops * arithmetic,
+        ceilings={precision: rate * arithmetic for precision, rate in H200.ceilings.items()},
         attention=rates,
         memory_bandwidth=H200.memory_bandwidth * bandwidth / 4.8e12,
         conversion_bandwidth=H200.conversion_bandwidth * bandwidth / 4.8e12,
@@ -338,6 +343,7 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
     return replace(
         card,
         matmul_flops=0.9 * peak,
+        ceilings={},
         host_memory_per_gpu=64 * 2**30,
         host_copy_bandwidth=50e9 if pcie > 64e9 else 22e9,
         host_update_bandwidth=40e9,
@@ -352,12 +358,13 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
 HARDWARE = {
     "h200": H200,
     # One GPU was measured (tests/planning/test_recorded_runs.py). The links are the H200's, as on the datasheets.
-    # INT8's ceiling is what FP8 and INT8 rows of one call leave for its products, with FP8's at their rate: 1,255 to
-    # 1,344 TFLOP/s in 1B, 3B and 8 layers of 4096 (results/log/step.md, layouts.md). It does not grow with the size.
+    # The ceilings in bf16 and FP8 fit these runs best. INT8's is what FP8 and INT8 rows of one call leave for its
+    # products, with FP8's at that rate: 1,154 to 1,212 TFLOP/s in 1B, 3B and 8 layers of 4096 (results/log/step.md,
+    # layouts.md).
     "h100": replace(
         _scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9),
         measured=True,
-        ceilings={"int8": 1.29e15},
+        ceilings={"bf16": 710e12, "fp8": 1.42e15, "int8": 1.2e15},
     ),
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),

@@ -47,6 +47,8 @@ _EMBEDDING = 5
 # Elements moved per column of every operand of a block's linear layers in 8 bits, for both of its uses. The kernels
 # (sagekernels/casts.py) read it once for the largest magnitudes and once to round it, and write one byte for each use.
 _CASTS = 3, 3
+# Elements of these that are not moved where the kernel that makes an operand leaves its largest magnitudes.
+_FIRST_READ = 1, 1
 # A head in INT8 has one use, by torch.compile or eager. It is not taken to be fused with the norm, though it may be.
 _CAST_ONCE = 1.5, 16.5
 # Elements moved per column by the convolutions of a gated delta net (two forward and eight backward, which convolves
@@ -262,7 +264,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         *(_mixture(layer.experts, hidden, rank) if layer.experts else ()),
         *mlp,
         *after[1:],
-        moving("casts to 8 bits", _casts(rank, layers)),
+        moving("casts to 8 bits", _casts(rank, layers, layer.joins_norms)),
     )
     if rank.recompute not in ("selective", "attention"):
         return listed
@@ -381,13 +383,21 @@ def _backends(attention: AttentionConfig) -> tuple[str, ...]:
     return {"auto": (*sage, "sdpa"), "sage": sage}.get(attention.backend, (attention.backend,))
 
 
-def _casts(rank: Rank, layers: dict[str, LinearSizes]) -> float:
-    """Return the bytes per token that casts to 8 bits move, over the columns that layers in 8 bits read and write."""
-    linear = rank.linear
-    if not linear.low_bit:
-        return 0.0
-    columns = sum(each.inputs + sum(each.outputs.values()) for each in layers.values() if linear.takes(each))
-    return rank.moved(_CASTS, columns)
+def _casts(rank: Rank, layers: dict[str, LinearSizes], joins_norms: bool) -> float:
+    """Return the bytes per token that casts to 8 bits move, over the columns that layers in 8 bits read and write.
+
+    On one rank of tensor parallelism SwiGLU leaves the largest magnitudes of its result and its gradients, and with
+    `joins_norms` a norm behind a layer in 8 bits those of its result and of the gradient of that layer's output.
+    """
+    low = {name: each for name, each in layers.items() if rank.linear.takes(each)}
+    read = {name: each.inputs for name, each in low.items()}
+    written = {name: sum(each.outputs.values()) for name, each in low.items()}
+    known = 0
+    if rank.tensor == 1:
+        known = read.get("down", 0) + written.get("gate_up", 0)
+        for before, name in (("down", "qkv"), ("out", "gate_up")) if joins_norms else ():
+            known += written.get(before, 0) + (before in low and read.get(name, 0))
+    return rank.moved(_CASTS, sum(read.values()) + sum(written.values())) - rank.moved(_FIRST_READ, known)
 
 
 class Ends(NamedTuple):

@@ -44,7 +44,7 @@ _owners = functools.lru_cache(maxsize=256)(owners)
 # Muon's update of a matrix moves this many bytes for each parameter beyond AdamW's: momentum, direction, exchange, and
 # the products of Newton-Schulz steps. The figure also has what these products lose beside large matmuls. For 1B on an
 # H100, 2026-11-27, the update took 81 ms more than AdamW's (results/muon).
-_MUON_BYTES = 94
+_MUON_BYTES = 88
 
 OVERLAP = 0.2
 """Share of the shorter of a collective and the matmuls beside it that is saved when both run at once. NCCL takes
@@ -53,7 +53,7 @@ beside kernels of about 290, which then take 313 (results/tensor-parallel). Copi
 their latency."""
 
 _GROUPED = 0.84  # Of one expert's rate, for all: 562 and 596 TFLOP/s in bf16 on an H200 (prototype, 2026-11-28).
-_SHORT_TOKENS = 8192  # Kernels of micro-steps of so many tokens reach their rates.
+_SHORT_TOKENS = 6144  # Kernels of micro-steps of so many tokens reach their rates.
 _REPLAY_SECONDS = 0.3e-3  # The host prepares a micro-batch and launches one CUDA graph.
 _LAUNCHED = 4
 """The ranks of tensor parallelism of the largest group whose host time was measured. More are taken to need no more."""

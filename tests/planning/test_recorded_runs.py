@@ -53,8 +53,10 @@ def as_these_runs_were(monkeypatch, other_operations):
     ZeRO 1 kept 16-bit gradients beside their fp32 sum, zeroed them and added to them: 26 bytes a parameter and
     micro-batch, 6 of which wrote them in fp32. Today it is 10 bytes, none in fp32 (docs/gradients.md; the last test).
     QK-norm and rotary embedding were torch's, priced by their bytes. The bytes are as few where torch compiles them.
-    Where it does not, many more are moved, and many more kept. INT8 was multiplied by Triton.
+    Where it does not, many more are moved, and many more kept. INT8 was multiplied by Triton, and casts to 8 bits read
+    every operand twice.
     """
+    monkeypatch.setattr(operations, "_FIRST_READ", (0, 0))
     monkeypatch.setitem(H200.precisions, "int8", 1.9)
     monkeypatch.setitem(deepspeed_prices._STATE_BYTES, 1, (26, 36, 34))
     monkeypatch.setitem(deepspeed_prices._CONVERTED, 1, 6)
@@ -65,6 +67,12 @@ def as_these_runs_were(monkeypatch, other_operations):
 def today(as_these_runs_were, monkeypatch):
     """Leave the arithmetic as it is today."""
     monkeypatch.undo()
+
+
+@pytest.fixture
+def casts_read_twice(today, monkeypatch):
+    """Leave all but casts to 8 bits as it is today. No kernel left largest magnitudes before 2026-11-28."""
+    monkeypatch.setattr(operations, "_FIRST_READ", (0, 0))
 
 
 def run_of(name, overrides):
@@ -244,56 +252,27 @@ def test_wide_layers_on_an_h100_are_met():
 
 
 @pytest.mark.parametrize(("model", "milliseconds"), [
-    ("training.seed=1", {"int8": 594.9, "fp8": 612.0}), (WIDE, {"int8": 827.9, "fp8": 882.5}),
+    ("training.seed=1", {"int8": 580.0, "fp8": 602.6, "fp8, fp8": 589.8}),
+    (WIDE, {"int8": 809.7, "fp8": 882.5, "fp8, fp8": 835.3}),
 ])  # fmt: skip
 def test_int8_in_one_process_on_an_h200_is_met(model, milliseconds, monkeypatch):
-    """The runs are those of results/log/step.md, 2026-11-29. INT8 is the faster one, as it is measured."""
+    """The runs are those of results/step, 2026-11-30, also with an output projection in FP8. 882.5 ms are of a day
+    before. INT8 is faster than FP8, as it is measured."""
     monkeypatch.undo()
     found = {}
-    for precision, measured in milliseconds.items():
-        cfg, _ = configured("1b", "tp1", (8, 2), [model, SCORES, f"linear.precision={precision}", *WHOLE_SEQUENCES])
+    for name, measured in milliseconds.items():
+        precision, _, head = name.partition(", ")
+        linear = [f"linear.precision={precision}", f"linear.head={head or 'bf16'}"]
+        cfg, _ = configured("1b", "tp1", (8, 2), [model, SCORES, *linear, *WHOLE_SEQUENCES])
         step, size = predict(cfg, 1, VOCAB, H200), num_parameters(cfg.model, cfg.attention, VOCAB)
         seconds = step.matmul + step.attention + step.elementwise + 28 * size / H200.memory_bandwidth
         assert 1e3 * seconds == pytest.approx(measured, rel=MARGINS[H200.name][f"linear layers in {precision}"])
-        found[precision] = seconds
+        found[name] = seconds
     assert found["int8"] < found["fp8"]
 
 
-def short_micro_steps(size, length, linear, micros, *more):
-    """Return the predicted tokens/s of so many micro-batches of one sequence a step on one H200."""
-    backend = "sdpa" if linear == "bf16" else "sage"
-    cfg = load_config(CONFIGS / f"{size}.yaml", [
-        "model.vocab_size=32000", "data.micro_batch_size=1", f"data.seq_length={length}", *WHOLE_SEQUENCES, *more,
-        f"attention={{backend: {backend}, recipe: scores}}", f"linear.precision={linear}", EVEN % (micros * length),
-    ])  # fmt: skip
-    return predict(cfg, 1, VOCAB, H200).tokens_per_second
-
-
-@pytest.mark.parametrize(("size", "length", "linear", "tokens_per_second"), [
-    ("325m", 1024, "bf16", 100_208),
-    ("325m", 1024, "fp8", 95_323),
-    ("325m", 1024, "int8", 88_867),
-    ("1b", 4096, "bf16", 68_865),
-    ("1b", 4096, "int8", 91_507),
-])  # fmt: skip
-def test_replayed_micro_steps_are_met(size, length, linear, tokens_per_second, today):
-    """The runs are those of results/graphs, 2026-11-29, of 32 micro-batches of one sequence."""
-    assert short_micro_steps(size, length, linear, 32) == pytest.approx(tokens_per_second, rel=0.07)
-
-
-@pytest.mark.parametrize(("linear", "delta_net", "replayed", "by_the_host"), [
-    ("int8", "{key_heads: 4, value_heads: 8}", 138_830, 57_909), ("int8", "null", 123_061, 113_808),
-    ("bf16", "{key_heads: 4, value_heads: 8}", 126_594, 77_752),
-])  # fmt: skip
-def test_gated_delta_nets_are_met(linear, delta_net, replayed, by_the_host, today):
-    """The runs are those of results/log/step.md, 2026-11-30. `cuda_graphs: auto` replays their micro-steps."""
-    settings = "325m", 16_384, linear, 1, f"model.delta_net={delta_net}"
-    assert short_micro_steps(*settings) == pytest.approx(replayed, rel=0.07)
-    assert short_micro_steps(*settings, "training.cuda_graphs=off") == pytest.approx(by_the_host, rel=0.1)
-
-
 @pytest.mark.parametrize(("overlap", "tokens_per_second"), [("on", 33_130), ("off", 53_510), ("auto", 53_510)])
-def test_3b_on_two_h100s_is_met(overlap, tokens_per_second, today):
+def test_3b_on_two_h100s_is_met(overlap, tokens_per_second, casts_read_twice):
     """The runs have 8K tokens without documents and 8 micro-steps, at commits dd04b14 and f315f7c, 2026-11-26, when a
     reduction of our own ran in DeepSpeed at ZeRO 1. `auto` is the faster choice."""
     more = ["attention={backend: sage, recipe: scores, qk_norm: none}", "data.micro_batch_size=2"]
@@ -317,7 +296,7 @@ def test_3b_on_two_h100s_is_met(overlap, tokens_per_second, today):
     ("bf16", "tp2-sp", "fsdp", 40_719, 37.3),
     ("fp8", "tp2-sp", "fsdp", 47_649, 38.9),
 ])  # fmt: skip
-def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_second, gib, today):
+def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_second, gib, casts_read_twice):
     """The runs are those of results/engines: 3B with 8K tokens and 8 micro-steps. Of a run that was
     repeated these are the slowest and the fastest."""
     meets_3b(linear, layout, engine, tokens_per_second, gib)
@@ -388,7 +367,7 @@ def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, within=0.02,
     ("dp4-z3-qk", "fsdp", "fp8", "h100", 49_770, 70.5),
     ("dp4", "fsdp", "fp8", "h200", 61_420, 114.6),
 ])  # fmt: skip
-def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second, gib, today):
+def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second, gib, casts_read_twice):
     """The runs are those of results/8b and its log, micro-batches whole. A rank had 4.7 % more memory than plan says at
     ZeRO 3. In DeepSpeed's runs in bf16 and INT8 a reduction of our own ran beside the backward pass. Runs by four
     stages are in test_pipeline_plan.py."""
@@ -408,7 +387,7 @@ def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second,
 @pytest.mark.parametrize(("card", "ranks", "tokens_per_second"), [
     ("h100", 2, 185_160), ("h100", 4, 370_612), ("h200", 1, 99_850), ("h200", 4, 387_505),
 ])  # fmt: skip
-def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, today):
+def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, casts_read_twice):
     """The runs are those of results/8b: 1B on FSDP2 with four micro-steps of 32,768 tokens."""
     settings = ["parallel.engine=fsdp", *SAGE, "linear={precision: fp8}"]
     meets_today(
@@ -471,7 +450,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
 
 
 @pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [("int8", 34_500, 18.42), ("bf16", 45_946, 17.33)])
-def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, today):
+def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, casts_read_twice):
     """The runs are those of results/small-card: micro-batches of one sequence, which leave a GPU waiting for its
     host."""
     settings = ["parallel.engine=deepspeed", *SAGE, f"linear.precision={linear}", "model.vocab_size=32000"]
