@@ -167,7 +167,7 @@ def train_with_one_more_line(corpus: str, run_dir: str) -> None:
 
     def watched(self, x):
         y = forward(self, x)
-        self.gate_up.groups.metrics.max("activations/mlp", y.abs().max())  # This is the one line.
+        self.gate_up.region.groups.metrics.max("activations/mlp", y.abs().max())  # This is the one line.
         return y
 
     MLP.forward = watched
