@@ -58,7 +58,7 @@ class Errors:
             )
         if self.output and isinstance(error, OSError) and _is_unusable(self.output, error):
             error = ConfigError(f"{self.output} cannot be written: {error.strerror}; choose another place for it")
-        error = forbidden(error) if isinstance(error, PermissionError) else error
+        error = misnamed(error) if isinstance(error, OSError) else error
         error = _not_imported(error) if isinstance(error, Exception) and _exit_code(error) is None else error
         if error is not None:
             last_words(error)
@@ -84,11 +84,16 @@ class Errors:
         leave(code)
 
 
-def forbidden(error: PermissionError) -> ConfigError | PermissionError:
-    """Return the error as a message for people if it is about a file, which mostly belongs to another user."""
+def misnamed(error: OSError) -> ConfigError | OSError:
+    """Return the error as a message for people if it is about a file that mostly belongs to another user, or whose name
+    is too long."""
     if not error.filename:
         return error
-    return ConfigError(f"{error.filename}: {error.strerror}; let this user have it (chmod), or name another path")
+    if isinstance(error, PermissionError):
+        return ConfigError(f"{error.filename}: {error.strerror}; let this user have it (chmod), or name another path")
+    if error.errno == errno.ENAMETOOLONG:
+        return ConfigError(f"{error.filename}: {error.strerror}; name a shorter path")
+    return error
 
 
 def _not_imported(error: Exception) -> Exception:

@@ -11,7 +11,7 @@ import typer
 
 from sagetrain.cli import exits
 from sagetrain.cli.configuration import checked, named
-from sagetrain.cli.exits import Errors, forbidden, leave_together, warn
+from sagetrain.cli.exits import Errors, leave_together, misnamed, warn
 from sagetrain.cli.options import Config, ConfigOption, Overrides
 from sagetrain.config.errors import ConfigError
 
@@ -88,6 +88,6 @@ def train(
             if world_size > 1:
                 from sagetrain.cluster import preflight
 
-                preflight.stay_out(forbidden(error) if isinstance(error, PermissionError) else error)
+                preflight.stay_out(misnamed(error) if isinstance(error, PermissionError) else error)
             raise
     leave_together()

@@ -308,6 +308,7 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     (["generate", ".", "--temperature", 1e-40], "error: --temperature 1e-40: neither 0 nor at least 1e-6"),
     (["generate", "none", "--temperature", "nan"], "--temperature"),
     (["generate", ".", b"caf\xe9"], "error: the prompt 'caf\\udce9' is not UTF-8"),
+    (["plan", "x" * 300], "File name too long; name a shorter path"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(capsys, words: list[object], said: str) -> None:
     assert main([os.fsdecode(word) if isinstance(word, bytes) else str(word) for word in words]) == 2
