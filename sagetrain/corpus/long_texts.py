@@ -46,9 +46,10 @@ def between_seams(tokenizer: Tokenizer, text: str, before: bytes, behind: bytes)
         before: the last SEAM_BYTES of the part before. Empty: there is none.
         behind: the first SEAM_BYTES of the next part. Empty: there is none, or it holds only the end of the document.
     """
-    data = text.encode()
-    follows = _moved(tokenizer, before, data[:SEAM_BYTES])[1] if before and data else 0
-    stop = _moved(tokenizer, data[-SEAM_BYTES:], behind)[0] if behind else 0
+    # A character has a byte at least, so these are the first and the last bytes.
+    begin, end = text[:SEAM_BYTES].encode()[:SEAM_BYTES], text[-SEAM_BYTES:].encode()[-SEAM_BYTES:]
+    follows = _moved(tokenizer, before, begin)[1] if before and text else 0
+    stop = _moved(tokenizer, end, behind)[0] if behind else 0
     first = _decoded(before)
     return (first + text + _decoded(behind))[len(first) + follows : len(first) + len(text) + stop]
 

@@ -176,7 +176,7 @@ class Hardware:
     def matmul_rate(self, precision: str, *dims: int) -> float:
         """Return the FLOP/s of a matmul with these dimensions."""
         smallest, speed = min(dims), self.precisions[precision]
-        # What a small product loses is time, so it is a larger share of a faster one.
+        # A small product loses time, which is a larger share of a faster product.
         rate = self.matmul_flops * speed * smallest / (smallest + max(1.0, speed) * self.matmul_half_size)
         return min(rate, self.ceilings.get(precision, rate))
 
