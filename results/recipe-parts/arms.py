@@ -121,6 +121,10 @@ AFTER: list[tuple[str, str, Any]] = [
 """Decay is of matrices, embedding and head where the base has weight_decay_lr. The last two are second seeds."""
 
 
+def added(*parts: str, **changes: Any) -> Change:
+    return {"parts": frozenset(parts), **changes}
+
+
 def adamw(lr: float) -> Recipe:
     """Return plain PyTorch's recipe of results/equal-time: AdamW with a rate four times as large for the embedding."""
     return Recipe(lr=lr, embedding=4 * lr, head=lr, gain=lr, adam=True, betas=(0.9, 0.95), warmup=0.2, line=0.0)
@@ -143,6 +147,18 @@ ONCE: list[tuple[str, str, Any]] = [
     ("alone", "lr 2.8e-3", lambda r: {"lr": 2.8e-3}),
     ("alone", "the base", lambda r: {"seed": 2}),
     ("alone", "second moment", lambda r: {"second": True}),
+    ("alone", "values", lambda r: added("values")),
+    ("alone", "values, no gate", lambda r: added("values", "open")),
+    ("alone", "values and first residual", lambda r: added("values", "mix")),
+    ("alone", "first residual", lambda r: added("mix")),
+    ("alone", "values", lambda r: added("values", seed=1)),
+    ("alone", "values, no gate", lambda r: added("values", "open", seed=1)),
+    ("alone", "values and first residual", lambda r: added("values", "mix", seed=1)),
+    ("alone", "values, no gate, their rate 1.6e-2", lambda r: added("values", "open", tables=1.6e-2)),
+    ("alone", "values, no gate", lambda r: added("values", "open", seed=2)),
+    ("alone", "values", lambda r: added("values", seed=2)),
+    ("alone", "values and first residual", lambda r: added("values", "mix", seed=2)),
+    ("alone", "first residual", lambda r: added("mix", seed=1)),
     ("alone", "weight_decay_lr 1.6e-2", lambda r: {"decay": 0.4}),
     ("alone", "fall over 1.0", lambda r: {"line": 1.0}),
     ("whole", "ours", lambda r: OURS._replace(seed=2)),

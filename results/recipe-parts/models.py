@@ -17,7 +17,8 @@ if SMALL:
 HEAD_DIM, WIDE, GATE, CAP = (32, 64, 16, 15.0) if SMALL else (64, 128, 32, 15.0)
 FULL = frozenset(("square", "values", "mix", "cap", "plain", "wide"))
 """The parts of the speed run's model: squared ReLU; embeddings added to values; shares of the first residual; capped
-logits; no gains, a norm behind the embedding, and its initial weights; heads of 128."""
+logits; no gains, a norm behind the embedding, and its initial weights; heads of 128. With "open", which it lacks,
+embeddings are added to values without a gate."""
 MORE, NARROW = (SEQUENCES * LENGTH / 2**19) ** 0.5, (WIDTH / 768) ** -0.5
 
 
@@ -34,6 +35,8 @@ class Recipe(NamedTuple):
     """The matrices' decay falls by a cosine, as the speed run's."""
     second: bool = False
     embedding: float = 6.4e-2
+    tables: float = 0.0
+    """The rate of the embeddings that are added to values; 0: that of the embedding."""
     head: float = 4e-3
     gain: float = 4e-3
     scalar: float = 0.5 * MORE
@@ -93,7 +96,9 @@ def lane_code() -> dict[str, Any]:
             if gained:
                 h = h * gains[0].to(h.dtype)
             q, k, v = (F.linear(h, w.to(h.dtype)).unflatten(-1, (-1, size)) for w in (q, k, v))
-            if valued:
+            if valued and gate is None:
+                v = v + value.unflatten(-1, (-1, size))
+            elif valued:
                 v = v + (2 * torch.sigmoid(F.linear(h[..., :GATE], gate.to(h.dtype))))[..., None] * value.unflatten(
                     -1, (-1, size)
                 )
@@ -152,7 +157,8 @@ def lane_code() -> dict[str, Any]:
                 nn.Parameter(torch.ones(2 * layers, size)),
             )
             self.values = nn.Parameter(torch.empty(VOCAB, WIDTH * (layers // 2))) if "values" in parts else None
-            self.gates = nn.Parameter(torch.zeros(layers // 2, WIDTH // size, GATE)) if "values" in parts else None
+            gated = "values" in parts and "open" not in parts
+            self.gates = nn.Parameter(torch.zeros(layers // 2, WIDTH // size, GATE)) if gated else None
             self.keep = nn.Parameter(torch.ones(layers)) if "mix" in parts else None
             self.share = nn.Parameter(torch.full((layers,), 0.1)) if "mix" in parts else None
             angles = torch.arange(LENGTH)[:, None] * (1e5 if plain else 1e4) ** -(torch.arange(0, size, 2) / size)
@@ -162,7 +168,7 @@ def lane_code() -> dict[str, Any]:
             with torch.no_grad():
                 bound = (3 / WIDTH) ** 0.5
                 if self.values is not None:
-                    self.values.uniform_(-bound, bound)
+                    self.values.normal_(std=0.02) if "open" in parts else self.values.uniform_(-bound, bound)
                 if plain:
                     self.square.uniform_(-bound, bound)
                     self.up.uniform_(-bound, bound)
@@ -185,7 +191,7 @@ def lane_code() -> dict[str, Any]:
             values = F.embedding(tokens, self.values).to(dtype).split(WIDTH, -1) if valued else ()
             square, ups, downs = self.square.unbind(), self.up.unbind(), self.down.unbind()
             gains, small = self.gains.unbind(), self.heads_gains.unbind()
-            gates = self.gates.unbind() if valued else ()
+            gates = (None,) * layers if self.gates is None else self.gates.unbind()
             keep, share = (
                 (self.keep.unbind(), self.share.unbind()) if self.keep is not None else ((None,) * layers,) * 2
             )
@@ -228,7 +234,7 @@ def lane_code() -> dict[str, Any]:
             self.model, self.r, self.stacks = model, r, [] if r.adam else stacks
             groups = [
                 (model.embedding, r.embedding, r.rest_decay), (model.head, r.head, r.rest_decay),
-                (model.values, r.embedding, r.rest_decay), (model.gates, r.gain, 0.0),
+                (model.values, r.tables or r.embedding, r.rest_decay), (model.gates, r.gain, 0.0),
                 (model.share, r.scalar, 0.0), (model.keep, 0.01 * r.scalar, 0.0),
             ]  # fmt: skip
             if "plain" not in model.parts:
