@@ -295,6 +295,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, help="seconds of all: runs are made shorter to fit")
     parser.add_argument("--arms", nargs="*", default=["sagetrain", "pytorch tuned", "pytorch usual", "speed run"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--steps", type=int, help="of a run, in place of seconds: runs may share the GPU")
     asked, born = parser.parse_args(), time.monotonic()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -315,7 +316,7 @@ def main() -> None:
     seconds, runs = asked.seconds, asked.seeds * max(len(pipes), 1)
     if asked.total:
         seconds = min(seconds, (asked.total - (time.monotonic() - born)) / runs - (10 if TEN else 1.5))
-    for seed in range(asked.seeds):
+    for seed in range(asked.seed, asked.seed + asked.seeds):
         for name in [name for name in asked.arms if name in pipes]:
             pipes[name].send((seed, seconds))
             row = _heard(pipes, name)
