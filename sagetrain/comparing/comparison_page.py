@@ -20,6 +20,7 @@ _SHOWN = (
     "lr_schedule.shape",
     "lr_schedule.warmup",
     "lr_schedule.warmup_tokens",
+    "lr_schedule.decay",
     "lr_schedule.decay_tokens",
     "lr_schedule.min_lr",
     "attention.qk_norm",

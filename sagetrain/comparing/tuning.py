@@ -86,16 +86,12 @@ def _refuse(key: str, steps: TokensPerStepConfig, schedule: LrScheduleConfig) ->
         said.append(
             f"tokens_per_step.schedule = {steps.schedule}: does not shrink with the runs of early rounds; use constant"
         )
-    if schedule.warmup_tokens or key == "lr_schedule.warmup_tokens":
-        said.append(
-            f"lr_schedule.warmup_tokens = {schedule.warmup_tokens}: does not shrink with the runs of early "
-            "rounds; use lr_schedule.warmup, a share of the run"
-        )
-    if schedule.decay_tokens is not None:
-        said.append(
-            f"lr_schedule.decay_tokens = {schedule.decay_tokens}: does not shrink with the runs of early "
-            "rounds; leave it out, for a tenth of the run, or use another shape"
-        )
+    for share, tokens in (("warmup", schedule.warmup_tokens), ("decay", schedule.decay_tokens)):
+        if tokens or key == f"lr_schedule.{share}_tokens":
+            said.append(
+                f"lr_schedule.{share}_tokens = {tokens}: does not shrink with the runs of early rounds; use "
+                f"lr_schedule.{share}, a share of the run"
+            )
     if said or not isinstance(steps, ConstantTokens):
         raise ConfigError("\n  ".join([f"--tune {key}: nothing was started:", *said]))
     return steps.tokens

@@ -35,8 +35,10 @@ def checkpoint_tokens(cfg: RunConfig) -> int:
 
 
 def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
-    """Return the tokens of the final decay of a wsd schedule: as configured, or else a tenth of the run."""
-    return lr_schedule.decay_tokens or max(1, total_tokens // 10)
+    """Return the tokens of the final decay of a wsd schedule: as configured, or else the configured share of the run,
+    or else a tenth of it."""
+    share = total_tokens // 10 if lr_schedule.decay is None else round(lr_schedule.decay * total_tokens)
+    return lr_schedule.decay_tokens or max(1, share)
 
 
 def warmup_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import chain, pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from sagetrain.config.yaml_nodes import KeyPath
 _ABSENT, _FIX = object(), "\n      fix: "
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 """Boolean words of older YAML, and the words to write instead."""
-_EITHER_OR = {"lr_schedule": ("warmup", "warmup_tokens")}
-"""Two keys of a section that say the same in different units. An override of one takes the place of the other."""
+_EITHER_OR = {"lr_schedule": (("warmup", "warmup_tokens"), ("decay", "decay_tokens"))}
+"""Pairs of keys of a section that say the same in different units. An override of one takes the place of the other."""
 
 
 def load_config(
@@ -235,7 +235,7 @@ class _Source:
             members, given = slot_of(field).sections, self.tree.get(name)
             if not isinstance(given, dict):
                 continue
-            for one, other in permutations(_EITHER_OR.get(name, ()), 2):
+            for one, other in chain.from_iterable(permutations(pair) for pair in _EITHER_OR.get(name, ())):
                 if (name, one) in self.origins:
                     self._leave_out(name, one, {other})
             chosen = [member for member in members[1:] and members if tag_of(member) == given.get("schedule")]

@@ -17,6 +17,7 @@ from sagetrain.comparing.halving import Halving, flatness
 from sagetrain.comparing.tuning import TuneRequest, failed, tune
 from sagetrain.comparing.tuning_page import Round, page
 from sagetrain.config import ConfigError
+from sagetrain.config.arithmetic import decay_tokens
 from sagetrain.config.load import load_config
 
 SEARCH = Halving("optimizer.lr", 1e-4, 1e-2, False, 6400, 100, 2, 75_200)
@@ -145,6 +146,14 @@ def test_whole_numbers_may_be_large(base: Path) -> None:
     assert last.overrides == ("checkpoint.every_tokens=2000000",)
 
 
+def test_the_short_recipe_is_searched_with_its_whole_schedule() -> None:
+    request = TuneRequest("short", "optimizer.lr=1e-3:1.6e-2", 1_500_000_000)
+    search = request.search()
+    for number, decay in enumerate((76_677_120 // 4, 76_677_120 // 2, 76_677_120)):
+        cfg = load_config("short", request.question(search, number, [4e-3]).overrides)
+        assert decay_tokens(cfg.lr_schedule, cfg.training.total_tokens) == decay
+
+
 @pytest.mark.parametrize("losses", [(3.0, 3.1, 3.0), (3.0, math.inf, 3.1)])
 def test_losses_that_bend_the_other_way_have_no_range(losses: Sequence[float]) -> None:
     found = flatness(SEARCH, dict(zip(SEARCH.values()[2:5], losses, strict=True)), 0.01)
@@ -160,6 +169,8 @@ def test_losses_that_bend_the_other_way_have_no_range(losses: Sequence[float]) -
     ("optimizer.lr=1e-4:1e-2", 36_000, ["training.total_tokens=2560"], "use at least 4,096 tokens"),
     ("optimizer.lr=1e-4:1e-2", 10**9, ["lr_schedule.warmup_tokens=256", "lr_schedule.warmup=0"],
      "lr_schedule.warmup_tokens = 256: does not shrink with the runs of early rounds; use lr_schedule.warmup"),
+    ("optimizer.lr=1e-4:1e-2", 10**9, ["lr_schedule.shape=wsd", "lr_schedule.decay_tokens=256"],
+     "lr_schedule.decay_tokens = 256: does not shrink with the runs of early rounds; use lr_schedule.decay, a share"),
     ("training.total_tokens=1e4:1e5", 10**9, [], "is what rounds differ in"),
     ("training.restarts=0:3", 10**9, [], "has 4 values; name a range with 5 or more"),
     ("training.restarts=0.4:30", 10**9, [], "takes whole numbers; write training.restarts=1:30"),

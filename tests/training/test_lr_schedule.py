@@ -28,7 +28,8 @@ def test_closed_form(shape, points):
     config = LrScheduleConfig(shape=shape, warmup_tokens=100, min_lr=0.5, decay_tokens=200 if shape == "wsd" else None)
     for tokens, expected in points.items():
         assert curve(2.0, config, tokens, TOTAL) == pytest.approx(expected, abs=1e-12), tokens
-    share = config.model_copy(update={"warmup": 0.1, "warmup_tokens": 0})
+    decay = {"decay": 0.2, "decay_tokens": None} if shape == "wsd" else {}
+    share = config.model_copy(update={"warmup": 0.1, "warmup_tokens": 0, **decay})
     for tokens in range(0, TOTAL + 1, 10):
         assert curve(2.0, share, tokens, TOTAL) == curve(2.0, config, tokens, TOTAL)
 

@@ -101,6 +101,9 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
     decay, warmup = decay_tokens(schedule, total), warmup_tokens(schedule, total)
     key = "lr_schedule.warmup_tokens" if schedule.warmup_tokens else "lr_schedule.warmup"
     given = schedule.warmup_tokens or schedule.warmup
+    both = {"lr_schedule.decay": schedule.decay, "lr_schedule.decay_tokens": schedule.decay_tokens}
+    decays = {name: value for name, value in both.items() if value is not None}
+    decay_key = next(reversed(decays), "lr_schedule.decay")
     if schedule.warmup_tokens and schedule.warmup:
         yield About("one_warmup", key, given).error(
             f"is a second warm-up beside lr_schedule.warmup {schedule.warmup}",
@@ -112,10 +115,9 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
             "shorten the warm-up (lr_schedule.warmup: 0.01 is a hundredth of any run), or train longer",
         )
     elif schedule.shape == "wsd" and warmup + decay > total:
-        it = "it" if schedule.decay_tokens else f"the default of {decay}"
-        yield About("decay_after_warmup", "lr_schedule.decay_tokens", schedule.decay_tokens).error(
-            f"with a warm-up of {warmup} {it} is more than training.total_tokens {total}",
-            f"use at most {total - warmup}, or shorten the warm-up",
+        yield About("decay_after_warmup", decay_key, decays.get(decay_key)).error(
+            f"with a warm-up of {warmup} a decay of {decay} tokens is more than training.total_tokens {total}",
+            f"use at most {total - warmup} tokens, or shorten the warm-up",
         )
     elif warmup > total // 2:
         yield About("warmup_of_most", key, given).warning(
@@ -126,8 +128,13 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
         yield About("min_lr", "lr_schedule.min_lr", schedule.min_lr).error(
             f"is above the peak, optimizer.lr {cfg.optimizer.lr}", "use a smaller min_lr"
         )
-    if schedule.decay_tokens is not None and schedule.shape != "wsd":
-        yield no_effect("lr_schedule.decay_tokens", schedule.decay_tokens, f"shape {schedule.shape}; only wsd uses it")
+    if len(decays) == 2:
+        yield About("one_decay", decay_key, schedule.decay_tokens).error(
+            f"is a second decay beside lr_schedule.decay {schedule.decay}",
+            "keep one of the two, and set the other to null",
+        )
+    for key, given in decays.items() if schedule.shape != "wsd" else ():
+        yield no_effect(key, given, f"shape {schedule.shape}; only wsd uses it")
     if schedule.min_lr and schedule.shape == "constant":
         yield no_effect("lr_schedule.min_lr", schedule.min_lr, "shape constant, which does not decay")
 

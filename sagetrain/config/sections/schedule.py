@@ -151,8 +151,11 @@ class LrScheduleConfig(Section):
     """Linear warm-up from 0 in tokens, instead of warmup."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the run."""
+    decay: Fraction | None = None
+    """Only for wsd: the final decay, as a share of training.total_tokens. Default: a tenth, unless decay_tokens is
+    given."""
     decay_tokens: PositiveInt | None = None
-    """Only for wsd: tokens of the final decay. Default: a tenth of training.total_tokens."""
+    """Only for wsd: the final decay in tokens, instead of decay."""
     batch_rule: Literal["none", "sqrt", "linear"] = "none"
     """Scaling of the learning rate when tokens per step change: none, sqrt (by (tokens / reference)^0.5), or linear (by
     tokens / reference)."""
