@@ -10,45 +10,38 @@ import torch
 from sagekernels import int8_matmul, nvrtc
 from sagekernels.backends import BACKENDS
 from sagekernels.launch import capability
+from sagetrain.auto.timed_choice import StartOfRun
 from sagetrain.config.layer_specs import layers
-from sagetrain.config.schema import RunConfig
 from sagetrain.model import initialization
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.host import memory_of_host, ranks_of_host
-from sagetrain.parallel.topology import ParallelGroups
 
 
-def begin(
-    cfg: RunConfig,
-    groups: ParallelGroups,
-    *,
-    compiled: bool,
-    vocab_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
+def begin(start: StartOfRun) -> None:
     """On a GPU, draw weights and compile CUDA kernels in threads, and import torch's compiler beside them, here and in
     the processes in which it will compile.
 
     The first rank of a host compiles kernels. The ranks that wait for its choices have imported the compiler meanwhile.
     Weights take up to a sixteenth of the host's memory.
     """
-    if device.type != "cuda":
+    cfg = start.cfg
+    if start.device.type != "cuda":
         return
     if cfg.parallel.pipeline_parallel_size == 1:
         room = (memory_of_host() or 0) / (16 * (ranks_of_host() or 1))
-        specs = tensors(cfg.model, cfg.attention, vocab_size)
-        initialization.begin(specs, cfg.model, groups, cfg.training.seed, dtype, room)
+        specs = tensors(cfg.model, cfg.attention, start.vocab_size)
+        initialization.begin(specs, cfg.model, start.groups, cfg.training.seed, start.dtype, room)
     if os.environ.get("LOCAL_RANK", "0") == "0" and nvrtc.available():
-        _begin_kernels(cfg, device, dtype)
-    if compiled:
+        _begin_kernels(start)
+    if start.compiled:
         # The processes that compile import as much as this one, so they begin first, as in torch.compile's own start.
         import_module("torch._inductor.async_compile").maybe_warm_pool()
         import_module("torch._inductor.compile_fx")
 
 
-def _begin_kernels(cfg: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+def _begin_kernels(start: StartOfRun) -> None:
     """Begin to compile what `auto` times first and what runs take that name it."""
+    cfg, device, dtype = start.cfg, start.device, start.dtype
     found, attention = capability(device), cfg.attention
     serving = next((each for each in BACKENDS if each.serves(found) and cfg.model.head_dim in each.head_dims), None)
     named = attention.backend in ("auto", "sage") and dtype == torch.bfloat16

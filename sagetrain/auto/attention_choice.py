@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from sagekernels.backends import serving
 from sagekernels.launch import capability
 from sagekernels.qk_norm_rope import qk_norm_rope
 from sagekernels.testing import Shape
-from sagetrain.auto.kept import kept_attention
-from sagetrain.auto.timed_choice import RankCalls, TimeTable, decide, fastest, settle
-from sagetrain.checkpoint.state import SettledAttention
+from sagetrain.auto.kept import Kept, kept_attention
+from sagetrain.auto.timed_choice import FASTEST, StartOfRun, TimeTable, as_before, by_first_rank, decide, fastest
 from sagetrain.config.arithmetic import attention_calls
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.costs.accounting import overlaps, rank_of
 from sagetrain.model.backends import (
     FIXED_RECIPE,
     AttentionFunction,
@@ -43,14 +42,7 @@ clocks, and 16 bits are exact."""
 
 
 def settle_attention(
-    asked: AttentionConfig,
-    model: ModelConfig,
-    before: SettledAttention | None,
-    calls: RankCalls,
-    *,
-    documents: Callable[[], Sequence[Sequence[int]]],
-    cache: Path,
-    say: Callable[[str], None],
+    start: StartOfRun, before: Kept | None, documents: Callable[[], Sequence[Sequence[int]]]
 ) -> tuple[AttentionConfig, str]:
     """Return the settings with nothing left to decide, and one line that says how attention runs and why; collective.
     Raises ValueError if the backend cannot run here, see resolve_backend, and RuntimeError if no candidate is admitted.
@@ -63,10 +55,12 @@ def settle_attention(
     be GAIN times as fast as 16 bits.
 
     Args:
+        before: the choices that the run had, if it continues.
         documents: returns the lengths of the documents in each of some sequences of the data. The sequences whose
             attention costs about the median are timed. Empty: attention crosses documents.
     """
-    resolve = partial(resolve_backend, model=model, device=calls.device, dtype=calls.dtype)
+    key, asked = "attention.backend", start.cfg.attention
+    resolve = partial(resolve_backend, model=start.cfg.model, device=start.device, dtype=start.dtype)
 
     def cannot_run(settings: AttentionConfig) -> str:
         try:
@@ -75,48 +69,49 @@ def settle_attention(
             return str(error)
         return ""
 
-    def untimed(settings: AttentionConfig) -> tuple[AttentionConfig, str] | None:
-        backend, why = resolve(settings)
-        named = settings.model_copy(update={"backend": backend})
-        return None if to_be_chosen(named, calls.device) else (named, why if settings.backend == "auto" else "")
-
-    def timed(settings: AttentionConfig) -> AttentionConfig:
-        recipes = ("scores", "fine") if settings.recipe == "auto" else (settings.recipe,)
-        updates = [{"backend": "sage", "recipe": recipe} for recipe in recipes]
-        updates += [{"backend": "flash"}, {"backend": "sdpa"}] if settings.backend == "auto" else []
-        named = {" ".join(update.values()): settings.model_copy(update=update) for update in updates}
-        named = {name: candidate for name, candidate in named.items() if not cannot_run(candidate)}
-        shape = _shape(model, calls, documents())
-        kinds = _kinds(model, shape, calls.seq_length)
-        # Other sequences of the same data have other documents, and nearly the same work: runs share a choice.
-        work = round(4 * math.log2(sum(n * n for n in shape.documents) or 1))
-        problems = tuple((str(each._replace(documents=())), share) for each, share in kinds.items())
-        chosen = decide(
-            "attention",
-            partial(_measure, named, kinds, calls),
-            partial(fastest, gains={name: GAIN for name in named if name.startswith("sage")}),
-            key=(
-                problems,
-                work,
-                calls.dtype,
-                _with_norm(calls),
-                sorted(named),
-                _flash_attn(named, calls.device),
-                settings,
-            ),
-            device=calls.device,
-            cache=cache,
-            say=say,
-        )
-        return named[chosen]
-
-    kept = kept_attention(asked, before) if before else None
-    key = "attention.backend"
-    settled, why = settle(key, asked, kept, cannot_run, untimed, timed, device=calls.device, say=say)
+    kept = kept_attention(asked, before.attention) if before else asked
+    settled, why = as_before(key, asked, kept, start.say, cannot_run)
+    backend, by_rule = resolve(settled)
+    named = settled.model_copy(update={"backend": backend})
+    if to_be_chosen(named, start.device):
+        choose = partial(_fastest, start, settled, cannot_run, documents)
+        settled, why = by_first_rank(f"{key} auto", choose, start.device), FASTEST
+    else:
+        settled, why = named, by_rule if settled.backend == "auto" else why
     if settled.recipe == "auto":
         settled = settled.model_copy(update={"recipe": FIXED_RECIPE})
     _, how = resolve(settled)
     return settled, f"{how}; {why}" if why else how
+
+
+def _fastest(
+    start: StartOfRun,
+    settings: AttentionConfig,
+    cannot_run: Callable[[AttentionConfig], str],
+    documents: Callable[[], Sequence[Sequence[int]]],
+) -> AttentionConfig:
+    """Return the fastest settings among those that `settings` leave open, see settle_attention."""
+    recipes = ("scores", "fine") if settings.recipe == "auto" else (settings.recipe,)
+    updates = [{"backend": "sage", "recipe": recipe} for recipe in recipes]
+    updates += [{"backend": "flash"}, {"backend": "sdpa"}] if settings.backend == "auto" else []
+    named = {" ".join(update.values()): settings.model_copy(update=update) for update in updates}
+    named = {name: candidate for name, candidate in named.items() if not cannot_run(candidate)}
+    shape = _shape(start, documents())
+    kinds = _kinds(start.cfg.model, shape, start.cfg.data.seq_length)
+    # Other sequences of the same data have other documents, and nearly the same work: runs share a choice.
+    work = round(4 * math.log2(sum(n * n for n in shape.documents) or 1))
+    problems = tuple((str(each._replace(documents=())), share) for each, share in kinds.items())
+    installed = _flash_attn(named, start.device)
+    chosen = decide(
+        "attention",
+        partial(_measure, named, kinds, start),
+        partial(fastest, gains={name: GAIN for name in named if name.startswith("sage")}),
+        key=(problems, work, start.dtype, _with_norm(start), sorted(named), installed, settings),
+        device=start.device,
+        cache=start.folder.attention,
+        say=start.say,
+    )
+    return named[chosen]
 
 
 def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
@@ -125,20 +120,20 @@ def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
     return attention.backend == "auto" or (sage and attention.recipe == "auto")
 
 
-def _shape(model: ModelConfig, calls: RankCalls, documents: Sequence[Sequence[int]]) -> Shape:
+def _shape(start: StartOfRun, documents: Sequence[Sequence[int]]) -> Shape:
     """Return the shape of one rank's calls of attention. `documents`: see settle_attention."""
-    tp_size, num_sequences = calls.tensor_parallel_size, calls.num_sequences
-    num_sequences //= attention_calls(num_sequences, calls.own_tokens, tp_size, calls.overlap)
-    packed, ranks = _typical(documents, num_sequences), tp_size * calls.context_parallel_size
-    row = num_sequences * calls.seq_length if packed else calls.seq_length
-    heads, kv_heads = layers(model)[0].attention.heads_of(ranks)
+    cfg, rank, num_sequences = start.cfg, rank_of(start.cfg), start.cfg.data.micro_batch_size
+    num_sequences //= attention_calls(num_sequences, rank.tokens, rank.tensor, overlaps(cfg))
+    packed = _typical(documents, num_sequences)
+    row = num_sequences * cfg.data.seq_length if packed else cfg.data.seq_length
+    heads, kv_heads = layers(cfg.model)[0].attention.heads_of(rank.tensor * rank.context)
     return Shape(
         batch=1 if packed else num_sequences,
         n_q=row,
         n_k=row,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=model.head_dim,
+        head_dim=cfg.model.head_dim,
         documents=packed,
     )
 
@@ -150,10 +145,10 @@ def _kinds(model: ModelConfig, shape: Shape, seq_length: int) -> dict[Shape, flo
     return {shape._replace(window=window): count / len(every) for window, count in counts.items()}
 
 
-def _with_norm(calls: RankCalls) -> bool:
+def _with_norm(start: StartOfRun) -> bool:
     """Return whether attention is timed behind QK-norm and the rotary embedding, where a run computes these in a kernel
     of its own."""
-    return calls.context_parallel_size == 1
+    return start.cfg.parallel.context_parallel_size == 1
 
 
 def _flash_attn(candidates: Mapping[str, AttentionConfig], device: torch.device) -> str:
@@ -165,32 +160,32 @@ def _flash_attn(candidates: Mapping[str, AttentionConfig], device: torch.device)
     return f"flash-attn {version}, {os.stat(package.__file__ or '').st_mtime_ns}"
 
 
-def _measure(candidates: Mapping[str, AttentionConfig], kinds: Mapping[Shape, float], calls: RankCalls) -> TimeTable:
+def _measure(candidates: Mapping[str, AttentionConfig], kinds: Mapping[Shape, float], start: StartOfRun) -> TimeTable:
     """Time each candidate that is admitted, at each kind of layer."""
     seconds, remarks = dict[str, float](), list[str]()
-    place: dict[str, Any] = {"dtype": calls.dtype, "device": calls.device}
+    place: dict[str, Any] = {"dtype": start.dtype, "device": start.device}
     known = ""
     # No kernels serve some sizes of heads, for which no candidate is sage.
     if any(settings.backend == "sage" for settings in candidates.values()):
-        known = f"sage {serving(capability(calls.device), next(iter(kinds)).head_dim).fastest}"
+        known = f"sage {serving(capability(start.device), next(iter(kinds)).head_dim).fastest}"
     for name, settings in candidates.items():
         # The kernels of the other recipe take seconds to compile.
         if settings.backend == "sage" and name != known and math.isfinite(seconds.get(known, math.inf)):
             remarks.append(f"{name}: not timed, since {known} was measured to be faster on such GPUs")
             continue
-        function = attention_function(settings.backend, settings, calls.device)
+        function = attention_function(settings.backend, settings, start.device)
         attend = _plain(function)
         limits = LIMITS[settings.recipe if settings.backend == "sage" else "fine"]
         verdicts = [admit(attend, shape, **place, limits=limits) for shape in kinds]
         verdict = next((each for each in verdicts if not each.passed), verdicts[0])
-        if settings.qk_norm == "before_rope" and _with_norm(calls):
+        if settings.qk_norm == "before_rope" and _with_norm(start):
             attend = _behind_norm(function)
         seconds[name] = math.inf
         if verdict.passed:
             seconds[name] = sum(share * seconds_per_step(attend, shape, **place) for shape, share in kinds.items())
         figures = "  ".join(f"{tensor} {error:.4f}" for tensor, error in verdict.errors.items())
         remarks.append(f"{name}: {figures if verdict.passed else f'not used: {verdict.reason}'}")
-    about = f"{' and '.join(map(str, kinds))}, {calls.dtype}: forward + backward, rel-L2 against float64"
+    about = f"{' and '.join(map(str, kinds))}, {start.dtype}: forward + backward, rel-L2 against float64"
     return TimeTable(about, {"attention": seconds}, remarks)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +21,14 @@ from sagekernels.grouped_matmul import GROUPED_LOW_BIT, GroupedMatmul
 from sagekernels.lowbit import LOW_BIT
 from sagekernels.matmul import Matmul
 from sagetrain.auto.kept import Kept, kept_linear
-from sagetrain.auto.timed_choice import RankCalls, Times, TimeTable, decide, settle
+from sagetrain.auto.timed_choice import FASTEST, StartOfRun, Times, TimeTable, as_before, by_first_rank, decide
 from sagetrain.config import layer_specs
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.layer_specs import chosen_layers, linear_layers
+from sagetrain.config.layout import Layout
 from sagetrain.config.linear_sizes import AUTO_PRECISION, EIGHT_BITS, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import ExpertsConfig, LinearConfig, ModelConfig
+from sagetrain.costs.accounting import overlaps, rank_of
 from sagetrain.model.moe import Experts
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.collectives import Region
@@ -35,17 +36,7 @@ from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
 
-def settle_linear(
-    asked: LinearConfig,
-    model: ModelConfig,
-    before: Kept | None,
-    calls: RankCalls,
-    *,
-    kept: bool,
-    compiled: bool,
-    cache: Path,
-    say: Callable[[str], None],
-) -> tuple[LinearConfig, str]:
+def settle_linear(start: StartOfRun, before: Kept | None) -> tuple[LinearConfig, str]:
     """Return the settings with nothing left to decide, and a few words that say why if they were `auto`; collective.
 
     `auto` stands for int8 for the layers that gain by it, or bf16. Each layer is compared with fp32, then timed forward
@@ -53,56 +44,59 @@ def settle_linear(
     Collectives are not timed.
 
     Args:
-        kept: weights are rounded once a step, which is not timed.
+        before: the choices that the run had, if it continues.
     """
-    device, dtype, ranks = calls.device, calls.dtype, calls.tensor_parallel_size
-    place: dict[str, Any] = {"tensor_parallel_size": ranks, "device": device, "dtype": dtype}
-
-    def untimed(settings: LinearConfig) -> tuple[LinearConfig, str] | None:
-        if settings.precision != "auto":
-            return settings, ""
-        why = why_sixteen_bits(settings, model, **place)
-        return (settings.model_copy(update={"precision": "bf16"}), f"auto: {why}") if why else None
-
-    def timed(settings: LinearConfig) -> LinearConfig:
-        tokens, joined = calls.own_tokens // parts_of(calls.own_tokens, ranks, calls.overlap), ranks > 1
-        layers = {name: sizes for name, sizes in chosen_layers(model, ranks).items() if not sizes.odd}
-        way, least = AUTO_PRECISION, settings.keep_layers_below
-        bf16, *low = settings.choices(layers.values())
-        named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
-
-        def measure() -> TimeTable:
-            how: dict[str, Any] = {"kept": kept, "compiled": compiled, "device": device, "dtype": dtype}
-            how["seconds"] = partial(median_seconds, device=device)
-            dense = {name: sizes for name, sizes in layers.items() if name != "experts"}
-            times, refused = time_layers(dense, [way], tokens=tokens, joined=joined, **how)
-            if model.experts is not None:  # Each rank has its own tokens, or as many of others.
-                number = model.experts.number // calls.expert_parallel_size
-                rank = model.experts.model_copy(update={"number": number})
-                last = layer_specs.layers(model)[-1]
-                how |= {"activation": last.expert_activation, "biased": last.biased_experts}
-                own, why = time_experts(rank, model.hidden_size, [way], tokens=tokens // ranks, **how)
-                times["experts"] = own
-                refused += why
-            sides = {name: f"{name} {inputs} x {sum(sizes.values())}" for name, (inputs, sizes) in layers.items()}
-            about = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
-            return TimeTable(about, {sides[name]: row for name, row in times.items()}, refused)
-
-        def pick(times: Times) -> str:
-            weights = {name: sizes.weights for name, sizes in layers.items()}
-            below = smallest(dict(zip(layers, times.values(), strict=True)), way, weights, least)
-            return "bf16" if below is None else _name(way, below)
-
-        experts = model.experts, model.conventions, calls.expert_parallel_size
-        key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN, experts
-        return named[decide("linear", measure, pick, key=key, device=device, cache=cache, say=say)]
-
-    had = kept_linear(asked, before.linear) if before and before.linear.precision != "auto" else None
-    cannot_run = partial(cannot_multiply, model=model, **place)
-    settled, why = settle("linear.precision", asked, had, cannot_run, untimed, timed, device=device, say=say)
+    key, asked, model = "linear.precision", start.cfg.linear, start.cfg.model
+    ranks = start.cfg.parallel.tensor_parallel_size
+    place: dict[str, Any] = {"tensor_parallel_size": ranks, "device": start.device, "dtype": start.dtype}
+    kept = kept_linear(asked, before.linear) if before and before.linear.precision != "auto" else asked
+    settled, why = as_before(key, asked, kept, start.say, partial(cannot_multiply, model=model, **place))
+    if settled.precision == "auto":
+        if by_rule := why_sixteen_bits(settled, model, **place):
+            settled, why = settled.model_copy(update={"precision": "bf16"}), f"auto: {by_rule}"
+        else:
+            settled, why = by_first_rank(f"{key} auto", partial(_fastest, start, settled), start.device), FASTEST
     if before and settled.low_bit:
-        _compare(settled, model, before, ranks, say)
+        _compare(settled, model, before, ranks, start.say)
     return settled, why
+
+
+def _fastest(start: StartOfRun, settings: LinearConfig) -> LinearConfig:
+    """Return the fastest settings among those that `settings` leave open, see settle_linear."""
+    cfg, model, rank, device, dtype = start.cfg, start.cfg.model, rank_of(start.cfg), start.device, start.dtype
+    tokens, joined = rank.tokens // parts_of(rank.tokens, rank.tensor, overlaps(cfg)), rank.tensor > 1
+    # Weights that stay in 8 bits from one step to the next are rounded once a step, which is not timed.
+    kept = Layout.of(cfg).zero_stage < 3
+    layers = {name: sizes for name, sizes in chosen_layers(model, rank.tensor).items() if not sizes.odd}
+    way, least = AUTO_PRECISION, settings.keep_layers_below
+    bf16, *low = settings.choices(layers.values())
+    named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
+
+    def measure() -> TimeTable:
+        how: dict[str, Any] = {"kept": kept, "compiled": start.compiled, "device": device, "dtype": dtype}
+        how["seconds"] = partial(median_seconds, device=device)
+        dense = {name: sizes for name, sizes in layers.items() if name != "experts"}
+        times, refused = time_layers(dense, [way], tokens=tokens, joined=joined, **how)
+        if model.experts is not None:  # Each rank has its own tokens, or as many of others.
+            own_experts = model.experts.model_copy(update={"number": model.experts.number // rank.experts})
+            last = layer_specs.layers(model)[-1]
+            how |= {"activation": last.expert_activation, "biased": last.biased_experts}
+            of_rank = tokens // rank.tensor
+            times["experts"], why = time_experts(own_experts, model.hidden_size, [way], tokens=of_rank, **how)
+            refused += why
+        sides = {name: f"{name} {inputs} x {sum(sizes.values())}" for name, (inputs, sizes) in layers.items()}
+        about = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
+        return TimeTable(about, {sides[name]: row for name, row in times.items()}, refused)
+
+    def pick(times: Times) -> str:
+        weights = {name: sizes.weights for name, sizes in layers.items()}
+        below = smallest(dict(zip(layers, times.values(), strict=True)), way, weights, least)
+        return "bf16" if below is None else _name(way, below)
+
+    experts = model.experts, model.conventions, cfg.parallel.expert_parallel_size
+    key = layers, tokens, joined, kept, start.compiled, dtype, way, least, GAIN, experts
+    chosen = decide("linear", measure, pick, key=key, device=device, cache=start.folder.linear, say=start.say)
+    return named[chosen]
 
 
 def _compare(

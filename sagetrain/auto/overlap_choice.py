@@ -16,7 +16,6 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -24,19 +23,19 @@ import torch.distributed as dist
 
 from sagekernels.graphs import no_collection
 from sagekernels.matmul import Matmul
-from sagetrain.auto.timed_choice import TimeTable, decide, settle
+from sagetrain.auto.kept import Kept
+from sagetrain.auto.timed_choice import FASTEST, StartOfRun, TimeTable, as_before, decide
 from sagetrain.checkpoint.state import SettledOverlap
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import ParallelConfig, Recomputation, RunConfig
-from sagetrain.costs.accounting import overlaps
+from sagetrain.costs.accounting import overlaps, rank_of
 from sagetrain.model.chunks import whole
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.layers import materialize
-from sagetrain.parallel.topology import ParallelGroups
 
 Choice = Literal["auto", "on", "off"]
 
@@ -49,17 +48,10 @@ def record(settled: RunConfig) -> SettledOverlap:
 
 
 def settle_overlap(
-    cfg: RunConfig,
-    before: SettledOverlap | None,
-    batch: Callable[[], Mapping[str, Any]],
+    start: StartOfRun,
+    before: Kept | None,
     matmuls: Sequence[Mapping[str, Matmul]],
-    groups: ParallelGroups,
-    *,
-    compiled: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache: Path,
-    say: Callable[[str], None],
+    batch: Callable[[], Mapping[str, Any]],
 ) -> tuple[Choice, str]:
     """Return `on` or `off`, and a few words that say why where `auto` had a choice; collective.
 
@@ -67,44 +59,48 @@ def settle_overlap(
     choice.
 
     Args:
-        cfg: the configuration, with attention, linear layers and recomputation settled.
-        before: the choice that the run had, if it continues and has decided.
+        start: the start, with attention, linear layers and recomputation settled.
+        before: the choices that the run had, if it continues.
         batch: returns the arguments of Transformer.forward for a micro-batch of the run's data on this rank.
     """
-    key, asked = "parallel.tensor_parallel_overlap", cfg.parallel.tensor_parallel_overlap
-    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-
-    def untimed(choice: Choice) -> tuple[Choice, str] | None:
-        if choice != "auto":
-            return choice, ""
-        if parts_of(tokens, cfg.parallel.tensor_parallel_size, True) == 1:
-            return "off", ""
-        by_rule: Choice = "on" if overlaps(cfg) else "off"
-        if device.type != "cuda":
-            return by_rule, "by the work of a block: nothing is timed without a GPU"
-        # Below this work halves lost wherever they were timed, because launching twice as many kernels takes longer
-        # than a block (results/halves). Compiling both ways takes longer than the rest of a start.
-        return None if by_rule == "on" else (by_rule, "by the work of a block, which is less than two launches take")
+    cfg, kept, why = start.cfg, before.overlap if before else None, ""
+    key, choice = "parallel.tensor_parallel_overlap", cfg.parallel.tensor_parallel_overlap
+    if choice == "auto" and kept and kept.layout == _layout(cfg.parallel, cfg.data.micro_batch_size):
+        choice, why = as_before(key, choice, kept.choice, start.say)
+    if choice != "auto":
+        return choice, why
+    if parts_of(rank_of(cfg).tokens, cfg.parallel.tensor_parallel_size, True) == 1:
+        return "off", ""
+    by_rule: Choice = "on" if overlaps(cfg) else "off"
+    if start.device.type != "cuda":
+        return by_rule, "by the work of a block: nothing is timed without a GPU"
+    # Below this work halves lost wherever they were timed, because launching twice as many kernels takes longer than a
+    # block (results/halves). Compiling both ways takes longer than the rest of a start.
+    if by_rule == "off":
+        return by_rule, "by the work of a block, which is less than two launches take"
 
     def measure() -> TimeTable:
-        seconds = time_overlap(cfg, batch(), matmuls, groups, compiled=compiled, device=device, dtype=dtype)
+        seconds = time_overlap(start, matmuls, batch())
         # Compiled blocks refer to themselves: their weights would stay in memory while the run's model is built.
         gc.collect()
         return TimeTable("forward and backward of a block, whole (off) and in halves (on)", {"block": seconds})
 
-    def timed(choice: Choice) -> Choice:
-        how = f"blocks are made whole and in halves, and timed{'; each way is compiled first' * compiled}"
-        known = [cfg.model, cfg.attention, cfg.linear, cfg.parallel, cfg.data.micro_batch_size, cfg.data.seq_length]
-        known += [cfg.data.document_attention, cfg.training.activation_checkpointing, compiled, dtype]
-        # Collectives inside of a host are other ones, and the speed of the host decides.
-        known += [groups.topology.world_size, ranks_of_host(), os.cpu_count()]
-        waits = f"{how}. `on` or `off` skips this"
-        place: dict[str, Any] = {"device": device, "cache": cache, "say": say}
-        return "on" if decide(key, measure, key=known, waits=waits, together=True, **place) == "on" else "off"
-
-    layout = _layout(cfg.parallel, cfg.data.micro_batch_size)
-    kept = before.choice if asked == "auto" and before and before.layout == layout else None
-    return settle(key, asked, kept, lambda choice: "", untimed, timed, together=True, device=device, say=say)
+    how = f"blocks are made whole and in halves, and timed{'; each way is compiled first' * start.compiled}"
+    known = [cfg.model, cfg.attention, cfg.linear, cfg.parallel, cfg.data.micro_batch_size, cfg.data.seq_length]
+    known += [cfg.data.document_attention, cfg.training.activation_checkpointing, start.compiled, start.dtype]
+    # Collectives inside of a host are other ones, and the speed of the host decides.
+    known += [start.groups.topology.world_size, ranks_of_host(), os.cpu_count()]
+    chosen = decide(
+        key,
+        measure,
+        key=known,
+        device=start.device,
+        cache=start.folder.overlap,
+        say=start.say,
+        waits=f"{how}. `on` or `off` skips this",
+        together=True,
+    )
+    return "on" if chosen == "on" else "off", FASTEST
 
 
 def _layout(parallel: ParallelConfig, micro_batch_size: int) -> dict[str, Any]:
@@ -121,14 +117,7 @@ _ROWS_A_RANK = 512
 
 
 def time_overlap(
-    cfg: RunConfig,
-    batch: Mapping[str, Any],
-    matmuls: Sequence[Mapping[str, Matmul]],
-    groups: ParallelGroups,
-    *,
-    compiled: bool,
-    device: torch.device,
-    dtype: torch.dtype,
+    start: StartOfRun, matmuls: Sequence[Mapping[str, Matmul]], batch: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the seconds of a block from the middle of the model, forward and backward, keyed by "off" (whole) and
     "on" (halves).
@@ -136,6 +125,7 @@ def time_overlap(
     All ranks call it: each tensor-parallel group runs its own collectives, and the slowest rank counts. The time that a
     block waits for its weights under ZeRO 3 is not part of the result.
     """
+    cfg, groups, device, dtype, compiled = start.cfg, start.groups, start.device, start.dtype, start.compiled
     model, attention = cfg.model, cfg.attention
     rows = _ROWS_A_RANK * groups.tp_size
     count = min(MANY, model.num_layers)

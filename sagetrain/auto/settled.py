@@ -6,8 +6,9 @@ differ between ranks: where one rank times, all ranks take its choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +20,14 @@ from sagetrain.auto.kept import Kept, kept_engine
 from sagetrain.auto.linear_choice import settle_linear
 from sagetrain.auto.overlap_choice import settle_overlap
 from sagetrain.auto.recomputation_choice import least_recomputation
-from sagetrain.auto.timed_choice import RankCalls, by_first_rank
-from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.layout import Layout
+from sagetrain.auto.timed_choice import StartOfRun, by_first_rank
 from sagetrain.config.schema import Recomputation, RunConfig
-from sagetrain.costs.accounting import overlaps, total_bytes, with_recomputation
+from sagetrain.costs.accounting import total_bytes, with_recomputation
 from sagetrain.costs.hardware import usable_bytes
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.batch import Batch, batch_of
 from sagetrain.data.loader import SampleStream
 from sagetrain.model.selection import matmuls_of
-from sagetrain.parallel.topology import ParallelGroups
 
 
 @dataclass(frozen=True)
@@ -53,113 +51,65 @@ class Settled:
     matmuls: Sequence[Mapping[str, Matmul]]
     """The Matmul of each linear layer that does not multiply in training.dtype, keyed by the layer's name, for each
     block."""
-    recomputation: Recomputation
-    """The value of training.activation_checkpointing, which is in `cfg` as well."""
     reasons: Reasons
 
 
-def settle(
-    cfg: RunConfig,
-    before: Kept | None,
-    stream: SampleStream,
-    groups: ParallelGroups,
-    *,
-    compiled: bool,
-    vocab_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    folder: RunFolder,
-    say: Callable[[str], None],
-) -> Settled:
+def settle(start: StartOfRun, before: Kept | None, stream: SampleStream) -> Settled:
     """Return the configuration with the choices in the place of `auto`. All ranks call it. Raises ValueError if a
     backend or a precision cannot run here, see resolve_backend and matmuls_of.
 
     Args:
         before: the choices that the run had, if it continues.
         stream: the data, on whose documents attention is timed.
-        folder: the run folder, which keeps the tables of times.
-        say: receives the tables, and the reason where a choice that the run had cannot be kept, for example on other
-            hardware.
     """
-    asked = cfg
-    begin(cfg, groups, compiled=compiled, vocab_size=vocab_size, device=device, dtype=dtype)
+    asked = start.cfg
+    begin(start)
     if before:
-        cfg, found = kept_engine(cfg, before)
+        cfg, found = kept_engine(asked, before)
+        start = replace(start, cfg=cfg)
         if found:
-            say(str(found))
-    calls = RankCalls(
-        tensor_parallel_size=groups.tp_size,
-        context_parallel_size=groups.cp_size,
-        overlap=overlaps(cfg),
-        num_sequences=cfg.data.micro_batch_size,
-        seq_length=cfg.data.seq_length,
-        device=device,
-        dtype=dtype,
-        expert_parallel_size=groups.ep_size,
-    )
-    place: dict[str, Any] = {"device": device, "dtype": dtype}
-
+            start.say(str(found))
+    data = start.cfg.data
     attention, why_attention = settle_attention(
-        cfg.attention,
-        cfg.model,
-        before.attention if before else None,
-        calls,
-        documents=lambda: stream.document_lengths(64) if cfg.data.document_attention else (),
-        cache=folder.attention,
-        say=say,
+        start, before, lambda: stream.document_lengths(64) if data.document_attention else ()
     )
-    linear, why = settle_linear(
-        cfg.linear,
-        cfg.model,
-        before,
-        calls,
-        kept=Layout.of(cfg).zero_stage < 3,  # weights stay in 8 bits from one step to the next
-        compiled=compiled,
-        cache=folder.linear,
-        say=say,
+    linear, why = settle_linear(start, before)
+    ranks = start.groups.tp_size
+    matmuls, why_linear = matmuls_of(
+        linear, start.cfg.model, tensor_parallel_size=ranks, device=start.device, dtype=start.dtype
     )
-    matmuls, why_linear = matmuls_of(linear, cfg.model, tensor_parallel_size=groups.tp_size, **place)
-    settled = cfg.model_copy(update={"attention": attention, "linear": linear})
-    again = _recomputation(settled, groups, vocab_size, device, say)
-    settled = with_recomputation(settled, again)
+    start = replace(start, cfg=start.cfg.model_copy(update={"attention": attention, "linear": linear}))
+    start = replace(start, cfg=with_recomputation(start.cfg, _recomputation(start)))
 
     def first_batch() -> Batch:
-        samples = [stream.sample(index) for index in range(cfg.data.micro_batch_size)]
-        return batch_of(samples, cfg.data.document_attention, cfg.data.document_positions)
+        samples = [stream.sample(index) for index in range(data.micro_batch_size)]
+        return batch_of(samples, data.document_attention, data.document_positions)
 
-    overlap, why_overlap = settle_overlap(
-        settled,
-        before.overlap if before else None,
-        lambda: by_first_rank("the first micro-batch", first_batch, device).inputs(device, groups),
-        matmuls,
-        groups,
-        compiled=compiled,
-        **place,
-        cache=folder.overlap,
-        say=say,
-    )
-    parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": overlap})
+    def batch() -> Mapping[str, Any]:
+        first = by_first_rank("the first micro-batch", first_batch, start.device)
+        return first.inputs(start.device, start.groups)
+
+    overlap, why_overlap = settle_overlap(start, before, matmuls, batch)
+    cfg = start.cfg.changed({"parallel": {"tensor_parallel_overlap": overlap}})
     reasons = Reasons(why_attention, f"{why_linear}; {why}" if why else why_linear, why_overlap)
-    return Settled(settled.model_copy(update={"parallel": parallel}), asked, matmuls, again, reasons)
+    return Settled(cfg, asked, matmuls, reasons)
 
 
-def _recomputation(
-    cfg: RunConfig, groups: ParallelGroups, vocab_size: int, device: torch.device, say: Callable[[str], None]
-) -> Recomputation:
+def _recomputation(start: StartOfRun) -> Recomputation:
     """Return training.activation_checkpointing. For `auto` it is the least that fits into the first rank's GPU."""
-    how = cfg.training.activation_checkpointing
+    cfg, how = start.cfg, start.cfg.training.activation_checkpointing
     if how != "auto":
         return how
-    if device.type != "cuda":
+    if start.device.type != "cuda":
         return "none"
-    usable = usable_bytes(torch.cuda.get_device_properties(device).total_memory)
+    usable = usable_bytes(torch.cuda.get_device_properties(start.device).total_memory)
 
     def fits(way: Recomputation) -> bool:
-        memory = memory_per_rank(with_recomputation(cfg, way), groups.topology.world_size, vocab_size)
+        memory = memory_per_rank(with_recomputation(cfg, way), start.groups.topology.world_size, start.vocab_size)
         return total_bytes(memory) <= usable
 
-    chosen = by_first_rank(
-        "training.activation_checkpointing auto", lambda: least_recomputation(cfg.model.num_layers, fits), device
-    )
-    say(f"training.activation_checkpointing: {chosen}, by estimate the least that fits into {usable / 2**30:.1f} GiB")
+    key = "training.activation_checkpointing"
+    least = partial(least_recomputation, cfg.model.num_layers, fits)
+    chosen = by_first_rank(f"{key} auto", least, start.device)
+    start.say(f"{key}: {chosen}, by estimate the least that fits into {usable / 2**30:.1f} GiB")
     return chosen

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -24,9 +23,12 @@ import triton
 
 import sagekernels
 from sagetrain.cluster.failures import Failures
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.schema import RunConfig
 from sagetrain.config.sections.data import cache_folder
 from sagetrain.data.token_file import write_atomic
 from sagetrain.parallel.objects import of_rank_0
+from sagetrain.parallel.topology import ParallelGroups
 
 T = TypeVar("T")
 Times = Mapping[str, Mapping[str, float]]
@@ -38,25 +40,21 @@ SOURCES = [Path(sagekernels.__file__).parent, *(Path(__file__).parent.parent / r
 
 
 @dataclass(frozen=True)
-class RankCalls:
-    """The share of a micro-batch that the layers of one rank compute, and the device and dtype in which they compute
-    it."""
+class StartOfRun:
+    """The start of a run on this rank, for which `auto` is settled."""
 
-    tensor_parallel_size: int
-    context_parallel_size: int
-    overlap: bool
-    """Whether a micro-batch goes in two halves."""
-    num_sequences: int
-    seq_length: int
+    cfg: RunConfig
+    groups: ParallelGroups
+    vocab_size: int
+    """The padded size of the vocabulary."""
     device: torch.device
     dtype: torch.dtype
-    expert_parallel_size: int = 1
-    """The ranks that have the experts of a layer between them."""
-
-    @property
-    def own_tokens(self) -> int:
-        """The number of tokens of a micro-batch on a context-parallel rank."""
-        return self.num_sequences * self.seq_length // self.context_parallel_size
+    compiled: bool
+    """Whether the run compiles its blocks."""
+    folder: RunFolder
+    """The run folder, which keeps the tables of times."""
+    say: Callable[[str], None]
+    """Receives the tables, and the reason where a choice that the run had cannot be kept."""
 
 
 @dataclass(frozen=True)
@@ -70,38 +68,26 @@ class TimeTable:
     """The errors of candidates, and the reasons why some are not used."""
 
 
-def settle(
-    key: str,
-    asked: T,
-    kept: T | None,
-    cannot_run: Callable[[T], str],
-    untimed: Callable[[T], tuple[T, str] | None],
-    timed: Callable[[T], T],
-    *,
-    together: bool = False,
-    device: torch.device,
-    say: Callable[[str], None],
+FASTEST = "auto: the fastest"
+"""The reason of a choice by times."""
+
+
+def as_before(
+    key: str, asked: T, kept: T, say: Callable[[str], None], cannot_run: Callable[[T], str] = lambda kept: ""
 ) -> tuple[T, str]:
-    """Return the settings with nothing left to decide, and a few words that say why if they were `auto`; collective.
+    """Return the settings with `auto` as the run had it, and a few words that say so if this changes any of them.
 
     Args:
-        kept: the settings with `auto` as the run had it; None: it has not decided.
+        kept: the settings as the run had them.
+        say: receives the reason where they cannot be kept, for example on other hardware.
         cannot_run: returns why settings cannot run here, or an empty string.
-        untimed: returns the settings and a reason where nothing is left to time, and None elsewhere.
-        timed: returns the fastest settings on this hardware.
-        together: all ranks call `timed`, which has collectives. Otherwise the first rank calls it for all.
-        say: receives the reason where the choice that the run had cannot be kept, for example on other hardware.
     """
-    settled, why = asked, ""
-    if kept is not None and kept != asked:
-        if problem := cannot_run(kept):
-            say(f"{key}: what auto was so far cannot run here ({problem}): decided anew")
-        else:
-            settled, why = kept, f"as the run had it: auto decides once, naming {key} changes it"
-    if found := untimed(settled):
-        return found[0], found[1] or why
-    chosen = timed(settled) if together else by_first_rank(f"{key} auto", partial(timed, settled), device)
-    return chosen, "auto: the fastest"
+    if kept == asked:
+        return asked, ""
+    if problem := cannot_run(kept):
+        say(f"{key}: what auto was so far cannot run here ({problem}): decided anew")
+        return asked, ""
+    return kept, f"as the run had it: auto decides once, naming {key} changes it"
 
 
 def fastest(times: Times, gains: Mapping[str, float] = MappingProxyType({})) -> str:

@@ -15,12 +15,14 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from sagetrain.auto.kept import Kept
 from sagetrain.auto.settled import Settled, settle
+from sagetrain.auto.timed_choice import StartOfRun
 from sagetrain.checkpoint import on_disk, slots
 from sagetrain.checkpoint.in_memory import CopiesInMemory
 from sagetrain.checkpoint.ledger import Ledger, TrainState
@@ -39,7 +41,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.load import dump_config
 from sagetrain.config.rules.prepared import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.run_parts import parts
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import Recomputation, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.costs.accounting import overlaps
 from sagetrain.costs.host_memory import host_memory_finding
@@ -108,18 +110,10 @@ def build(
             record_allocations(met.device)
         compiled = compiles(cfg.training.compile, met.device)
         with memory_explained(cfg, files.vocab_size):
-            settled = settle(
-                cfg,
-                Kept.by(met.checkpoint) if met.checkpoint and not met.begins_part else None,
-                files.train,
-                met.groups,
-                compiled=compiled,
-                vocab_size=padded_vocab_size(files.vocab_size),
-                device=met.device,
-                dtype=files.dtype,
-                folder=files.folder,
-                say=met.reporter.say,
-            )
+            vocab_size, say = padded_vocab_size(files.vocab_size), met.reporter.say
+            start = StartOfRun(cfg, met.groups, vocab_size, met.device, files.dtype, compiled, files.folder, say)
+            before = Kept.by(met.checkpoint) if met.checkpoint and not met.begins_part else None
+            settled = settle(start, before, files.train)
         times.ended("auto settled")
         with memory_explained(settled.cfg, files.vocab_size):
             engine = make_engine(settled, files, met)
@@ -323,7 +317,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
         functions=attention_functions(cfg.attention, cfg.model, device=met.device, dtype=files.dtype),
         sequence_parallel=cfg.parallel.sequence_parallel,
         overlap=overlaps(cfg),
-        activation_checkpointing=settled.recomputation,
+        activation_checkpointing=cast(Recomputation, cfg.training.activation_checkpointing),
         seed=cfg.training.seed,
         dtype=files.dtype,
         device=met.device,

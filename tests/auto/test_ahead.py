@@ -36,10 +36,9 @@ def test_kernels_are_begun(monkeypatch: pytest.MonkeyPatch, sections: dict, rank
     monkeypatch.setenv("LOCAL_RANK", rank)
     usual = {"model": {"head_dim": 64}, "attention": {"backend": "auto"}, "linear": {"precision": "auto"}}
     cfg = tiny.config(1, "bf16", **{name: {**usual.get(name, {}), **sections.get(name, {})} for name in usual})
-    how = {"compiled": False, "vocab_size": tiny.VOCAB, "dtype": torch.bfloat16}
-    ahead.begin(cfg, ParallelGroups.single(), **how, device=torch.device("cpu"))
+    ahead.begin(tiny.start(cfg))
     assert not begun and not initialization._begun
-    ahead.begin(cfg, ParallelGroups.single(), **how, device=GPU)
+    ahead.begin(tiny.start(cfg, device=GPU))
     assert sorted(source.partition(".")[0] for source, _ in begun) == sources
     assert all(defines["PACKED"] == cfg.data.document_attention for _, defines in begun if "PACKED" in defines)
     drawn = [spec.name for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB) if spec.begins is None]
@@ -48,12 +47,12 @@ def test_kernels_are_begun(monkeypatch: pytest.MonkeyPatch, sections: dict, rank
 
 
 def test_the_processes_that_compile_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, how = [], {"vocab_size": tiny.VOCAB, "device": GPU, "dtype": torch.bfloat16}
+    begun = []
     monkeypatch.setattr(nvrtc, "available", lambda: False)
     monkeypatch.setattr(initialization, "begin", lambda *_: None)
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: begun.append("the pool"))
     for compiled in (False, True):
-        ahead.begin(tiny.config(1, "bf16"), ParallelGroups.single(), compiled=compiled, **how)
+        ahead.begin(tiny.start(tiny.config(1, "bf16"), compiled=compiled, device=GPU))
     assert begun == ["the pool"]
 
 

@@ -17,11 +17,9 @@ from sagekernels.testing import Shape
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.auto import settled as settling
 from sagetrain.auto.attention_choice import settle_attention
-from sagetrain.auto.kept import kept_attention
-from sagetrain.auto.timed_choice import RankCalls
+from sagetrain.auto.kept import Kept, kept_attention
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import SettledAttention, SettledLinear
-from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
@@ -33,15 +31,13 @@ SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa",
 def settled(asked: dict, had: dict | None, device: str = "cuda") -> tuple[AttentionConfig, str, list]:
     """Settle attention where `fine` is the fastest. Return also the reason and what was heard: the settings to choose
     from, and the lines printed."""
-    heard = []
-    model = tiny.config(1).model.model_copy(update={"head_dim": 64})
-    calls = RankCalls(1, 1, False, 1, tiny.SEQ, torch.device(device), torch.bfloat16)
-    before = SettledAttention(**had) if had else None
-    how = {"documents": list, "cache": Path("none"), "say": heard.append}
+    heard, cfg = [], tiny.config(1, "bf16", model={"head_dim": 64}, attention={"backend": "sage", **asked})
+    before = Kept.of(tiny.run_state(attention=SettledAttention(**had)), {}) if had else None
+    start = tiny.start(cfg, say=heard.append, device=torch.device(device))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sagetrain.model.selection.find_flash", lambda device: None)
         patch.setattr(attention_choice, "decide", lambda *_, key, **__: heard.append(key[-1]) or "sage fine")
-        found, why = settle_attention(AttentionConfig(**asked), model, before, calls, **how)
+        found, why = settle_attention(start, before, list)
     return found, why, heard
 
 
@@ -149,13 +145,13 @@ def test_layers_with_a_window_are_timed_with_it(monkeypatch: pytest.MonkeyPatch)
     assert kinds == {shape._replace(window=9): 0.75, shape: 0.25}
     assert attention_choice._kinds(model, shape, 9) == {shape: 1.0}
     monkeypatch.setattr(attention_choice, "seconds_per_step", lambda attend, each, **_: 2.0 if each.window else 6.0)
-    calls = RankCalls(1, 1, False, 1, 40, torch.device("cpu"), torch.float32)
+    start = tiny.start(tiny.config(1), dtype=torch.float32)
     found = {name: AttentionConfig(backend=name, recipe="fine") for name in ("sage", "sdpa", "reference")}
-    measured = attention_choice._measure(found, kinds, calls)
+    measured = attention_choice._measure(found, kinds, start)
     assert measured.times == {"attention": dict.fromkeys(found, 3.0)}
     layout = attention_choice.token_layout
     monkeypatch.setattr(attention_choice, "token_layout", lambda *how: layout(*how[:-1]))
-    measured = attention_choice._measure(found, kinds, calls)
+    measured = attention_choice._measure(found, kinds, start)
     assert measured.times == {"attention": dict.fromkeys(found, math.inf)}
 
 
@@ -171,16 +167,14 @@ def test_a_recipe_known_to_be_faster_is_timed_alone(
     monkeypatch.setattr(attention_choice, "admit", lambda *_, **__: verdict)
     monkeypatch.setattr(attention_choice, "seconds_per_step", lambda *_, **__: 1.0)
     recipes = {f"sage {recipe}": AttentionConfig(recipe=recipe) for recipe in ("scores", "fine")}
-    calls = RankCalls(1, 1, False, 1, 40, torch.device("cpu"), torch.float32)
-    found = {**recipes, "sdpa": AttentionConfig(backend="sdpa")}
-    measured = attention_choice._measure(found, {Shape(2, 40, 40, 2, 2, 16): 1.0}, calls)
+    start, found = tiny.start(tiny.config(1)), {**recipes, "sdpa": AttentionConfig(backend="sdpa")}
+    measured = attention_choice._measure(found, {Shape(2, 40, 40, 2, 2, 16): 1.0}, start)
     assert list(measured.times["attention"]) == timed and len(measured.remarks) == 3
 
 
 def test_heads_that_no_kernel_serves_are_timed_without_sage() -> None:
-    calls = RankCalls(1, 1, False, 1, 8, torch.device("cpu"), torch.float32)
-    found = {"sdpa": AttentionConfig(backend="sdpa")}
-    assert attention_choice._measure(found, {Shape(1, 8, 8, 1, 1, 8): 1.0}, calls).times["attention"].keys() == {"sdpa"}
+    start, found = tiny.start(tiny.config(1), dtype=torch.float32), {"sdpa": AttentionConfig(backend="sdpa")}
+    assert attention_choice._measure(found, {Shape(1, 8, 8, 1, 1, 8): 1.0}, start).times["attention"].keys() == {"sdpa"}
 
 
 class Stream:
@@ -206,18 +200,8 @@ def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple]]]:
         attention_choice.decide = linear_choice.decide = decide
         sections = {"parallel": {"tensor_parallel_overlap": "on" if on else "off"}, "attention": {"backend": "sage"}}
         sections |= {"data": {"document_attention": on, "micro_batch_size": 4}, "linear": {"precision": "auto"}}
-        settled = settling.settle(
-            tiny.config(stage, "bf16", **sections),
-            None,
-            Stream(),
-            groups,
-            compiled=on,
-            vocab_size=tiny.VOCAB,
-            device=torch.device("cpu"),
-            dtype=torch.bfloat16,
-            folder=RunFolder(Path(folder)),
-            say=print,
-        )
+        cfg = tiny.on(tiny.config(stage, "bf16", **sections), groups)
+        settled = settling.settle(tiny.start(cfg, Path(folder), groups=groups, compiled=on), None, Stream())
         found.append(([settled.cfg.attention.recipe, settled.cfg.linear.precision], told))
     return found
 

@@ -1,7 +1,6 @@
 """linear.precision `auto` is chosen by times, recorded, and kept when the run continues."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ from sagekernels.grouped_matmul import GroupedLowBit
 from sagetrain.auto import linear_choice
 from sagetrain.auto.kept import Kept
 from sagetrain.auto.linear_choice import settle_linear, smallest, time_layers
-from sagetrain.auto.timed_choice import RankCalls
 from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import SIXTEEN_BITS, ExpertsConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import SIXTEEN_BITS, ExpertsConfig, LinearConfig, ModelConfig, RunConfig
 from sagetrain.model.moe import Experts
 from sagetrain.model.selection import matmuls_of
 
@@ -153,16 +151,20 @@ def test_layers_are_compiled_where_that_fuses_something(
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 
+def configured(asked: LinearConfig, shape: ModelConfig, micro_batch_size: int = 2, **parallel: object) -> RunConfig:
+    cfg = tiny.config(1, "bf16", data={"micro_batch_size": micro_batch_size}, parallel=parallel)
+    return cfg.model_copy(update={"linear": asked, "model": shape})
+
+
 def choose(
-    cache: Path, said: list[str], asked: LinearConfig = AUTO, shape: ModelConfig = SHAPE, **changes: object
+    folder: Path, said: list[str], asked: LinearConfig = AUTO, shape: ModelConfig = SHAPE, **changes: object
 ) -> LinearConfig:
-    """Choose as on a GPU."""
-    kept = changes.pop("kept", True)
-    calls = replace(RankCalls(1, 1, False, 2, 16, CPU, torch.bfloat16), **changes)
-    how = {"kept": kept, "compiled": False}
+    """Choose as on a GPU. Changes are those of tiny.start, of the section parallel, and of data.micro_batch_size."""
+    others = {name: changes.pop(name) for name in ("dtype",) if name in changes}
+    cfg = configured(asked, shape, changes.pop("micro_batch_size", 2), **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_choice, "why_sixteen_bits", lambda *_, **__: "")
-        return settle_linear(asked, shape, None, calls, **how, cache=cache, say=said.append)[0]
+        return settle_linear(tiny.start(cfg, folder, said.append, **others), None)[0]
 
 
 @pytest.fixture
@@ -179,37 +181,36 @@ def clock(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Callable) -> None:
     said: list[str] = []
-    cache = tmp_path / "linear.json"
     left = clock(10.0, 8.0)
-    found = choose(cache, said)
+    found = choose(tmp_path, said)
     assert (found.precision, found.keep_layers_below) == ("int8", 0) and not left
     table = said[1].splitlines()
     assert table[0].startswith("linear on cpu, 32 tokens, torch.bfloat16: forward + backward")
     assert [line.split()[0] for line in table[2:6]] == ["qkv", "out", "gate_up", "down"]
     assert "fp8" not in said[1]  # FP8 is never chosen: GeForce cards add its products up at half rate.
     clock(10.0, 20.0)
-    assert choose(cache, said) == found
+    assert choose(tmp_path, said) == found
     for changes in (  # A choice that was made for something else is not taken over.
-        {"num_sequences": 4},
+        {"micro_batch_size": 4},
         {"tensor_parallel_size": 2},
-        {"kept": False},
+        {"zero_stage": 3},  # Weights are rounded in every pass.
         {"dtype": torch.float32},
         {"asked": AUTO.model_copy(update={"keep_layers_below": 1})},
     ):
         clock(10.0, 20.0)
-        assert choose(cache, said, **changes).precision == "bf16" and said[-1].endswith("chosen: bf16")
+        assert choose(tmp_path, said, **changes).precision == "bf16" and said[-1].endswith("chosen: bf16")
     clock(10.0, 8.0)
-    found = choose(cache, said, AUTO.model_copy(update={"keep_last_blocks": 1}))
+    found = choose(tmp_path, said, AUTO.model_copy(update={"keep_last_blocks": 1}))
     assert (found.precision, found.keep_last_blocks) == ("int8", 1)
 
 
 @pytest.mark.parametrize(("changes", "tokens", "joined"), [
     ({}, 32, False),
-    ({"overlap": True}, 32, False),  # Only tensor parallelism computes in halves.
+    ({"tensor_parallel_overlap": "on"}, 32, False),  # Only tensor parallelism computes in halves.
     ({"context_parallel_size": 2}, 16, False),
     ({"tensor_parallel_size": 2}, 32, True),
-    ({"tensor_parallel_size": 2, "overlap": True}, 16, True),
-    ({"tensor_parallel_size": 2, "context_parallel_size": 4, "overlap": True}, 4, True),
+    ({"tensor_parallel_size": 2, "tensor_parallel_overlap": "on"}, 16, True),
+    ({"tensor_parallel_size": 2, "context_parallel_size": 4, "tensor_parallel_overlap": "on"}, 4, True),
 ])  # fmt: skip
 def test_layers_are_timed_on_the_tokens_of_one_of_their_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, tokens: int, joined: bool
@@ -221,7 +222,7 @@ def test_layers_are_timed_on_the_tokens_of_one_of_their_calls(
         return {name: dict.fromkeys(("bf16", *ways), 1.0) for name in layers}, []
 
     monkeypatch.setattr(linear_choice, "time_layers", time_layers)
-    choose(tmp_path / "linear.json", [], **changes)
+    choose(tmp_path, [], **changes)
     assert (told["tokens"], told["joined"]) == (tokens, joined)
 
 
@@ -232,7 +233,7 @@ def test_other_casts_or_products_are_timed_anew(tmp_path: Path, clock: Callable,
     monkeypatch.setattr(Path, "read_bytes", lambda path: files.get(path.name) or read(path))
     for files[name] in (b"as it was", b"otherwise"):
         clock(10.0, 8.0)
-        choose(tmp_path / "linear.json", said)
+        choose(tmp_path, said)
         assert "chosen before" not in said[-1]
 
 
@@ -241,17 +242,17 @@ def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     times = [10.0, 8.0, 10.0, 9.9, 10.0, 8.0, 10.0, 8.0]
     monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: times.pop(0))
     said: list[str] = []
-    found = choose(tmp_path / "linear.json", said)
+    found = choose(tmp_path, said)
     assert (found.precision, found.keep_layers_below) == ("int8", 12_288)
     assert said[1].endswith("chosen: int8, layers of 12,288 weights and more")
-    assert choose(tmp_path / "linear.json", said) == found
+    assert choose(tmp_path, said) == found
 
 
 def test_layers_with_odd_sides_keep_no_other_layer_out(tmp_path: Path, clock: Callable) -> None:
     """Layers with odd sides are not timed, even if they are the largest ones. The others still get 8 bits."""
     said: list[str] = []
     left = clock(10.0, 8.0)
-    found = choose(tmp_path / "linear.json", said, shape=SHAPE.model_copy(update={"ffn_hidden_size": 1000}))
+    found = choose(tmp_path, said, shape=SHAPE.model_copy(update={"ffn_hidden_size": 1000}))
     assert (found.precision, found.keep_layers_below) == ("int8", 0) and len(left) == 4
     assert [line.split()[0] for line in said[1].splitlines()[2:-1]] == ["qkv", "out"]
 
@@ -272,7 +273,7 @@ def test_experts_are_timed_as_one_layer(tmp_path: Path, monkeypatch, spent, belo
         monkeypatch.setitem(linear_choice.GROUPED_LOW_BIT, "int8", Spoiled(torch.int8))
     experts = ExpertsConfig(number=4, per_token=2, ffn_size=32)
     shape, said = SHAPE.model_copy(update={"experts": experts}), []
-    found = choose(tmp_path / "linear.json", said, shape=shape, expert_parallel_size=ranks)
+    found = choose(tmp_path, said, shape=shape, expert_parallel_size=ranks)
     assert (found.precision, found.keep_layers_below) == ("int8", below) and {*made} == {4 // ranks}
     assert ("experts in int8: the output is wrong" in said[1]) == (spent == float("inf"))
     matmuls, how = matmuls_of(found, shape, tensor_parallel_size=1, device=CPU, dtype=torch.bfloat16)
@@ -313,11 +314,10 @@ def settled(
 ) -> tuple[LinearConfig, str, list]:  # fmt: skip
     """Settle linear layers where INT8 from 8,192 weights on is the fastest. Return also the reason and what was
     heard: the settings to choose from, and the lines printed."""
-    heard, calls = [], RankCalls(tp_size, 1, False, 2, 16, device, dtype)
-    how = {"kept": True, "compiled": False, "cache": Path("none"), "say": heard.append}
+    heard, cfg = [], configured(asked, shape, tensor_parallel_size=tp_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_choice, "decide", lambda *_, **__: heard.append(asked) or DECIDED)
-        found, why = settle_linear(asked, shape, before, calls, **how)
+        found, why = settle_linear(tiny.start(cfg, say=heard.append, device=device, dtype=dtype), before)
     return found, why, heard
 
 

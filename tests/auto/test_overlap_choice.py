@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from sagetrain.auto import overlap_choice, timed_choice
+from sagetrain.auto.kept import Kept
 from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
 from sagetrain.config import RunConfig
 from sagetrain.costs import accounting
@@ -41,18 +41,17 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
 ])  # fmt: skip
 def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed, tmp_path) -> None:
     device, work = (GPU, False) if isinstance(device, str) else (device, True)
-    calls, said, before = list[int](), list[str](), record(config("on")) if continues else None
+    calls, said = list[int](), list[str]()
+    before = Kept.of(tiny.run_state(overlap=record(config("on"))), {}) if continues else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap_choice, "time_overlap", lambda *_, **__: calls.append(1) or {"off": 1.0, "on": 1.0})
         patch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
         patch.setattr(accounting, "_OVERLAP_FLOPS", 0 if work else math.inf)
         patch.setattr(timed_choice, "of_rank_0", lambda found, device: found)
-        how = {"compiled": False, "device": device, "dtype": torch.bfloat16, "say": said.append}
-        groups = SimpleNamespace(topology=SimpleNamespace(world_size=4))
         for number in range(2):  # The second run is another one of this host.
             patch.setenv("SAGETRAIN_CACHE", str(tmp_path))
-            cache = tmp_path / f"run {number}" / "overlap.json"
-            chosen, why = settle_overlap(cfg, before, dict, [], groups, **how, cache=cache)
+            start = tiny.start(cfg, tmp_path / f"run {number}", said.append, device=device)
+            chosen, why = settle_overlap(start, before, [], dict)
     assert (chosen, len(calls), len(said)) == (expected, int(timed), 3 * timed)
     assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
 
@@ -72,9 +71,8 @@ def times_of_a_rank(num_layers: int) -> tuple[list, dict[str, float]]:
 
     overlap_choice._seconds, overlap_choice._WINDOWS = seconds, 2
     overlap_choice._ROWS_A_RANK = 64  # The real number makes the head many times as large as the blocks here.
-    place = {"compiled": False, "device": CPU, "dtype": torch.bfloat16}
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"num_layers": num_layers})})
-    return timed, time_overlap(cfg, batch.inputs(CPU), [{}] * num_layers, groups, **place)
+    return timed, time_overlap(tiny.start(cfg, groups=groups), [{}] * num_layers, batch.inputs(CPU))
 
 
 def test_both_ways_are_timed_on_all_ranks_the_slowest_counts() -> None:
@@ -107,7 +105,7 @@ def graphs_of_a_rank() -> list[list[tuple[str, list[str]]]]:
         "tokens": torch.zeros(2, tiny.SEQ, dtype=torch.int64),
         "labels": torch.zeros(2, tiny.SEQ, dtype=torch.int64),
     }
-    time_overlap(cfg, batch, [{}] * 2, groups, compiled=first, device=CPU, dtype=torch.bfloat16)
+    time_overlap(tiny.start(cfg, groups=groups, compiled=first), [{}] * 2, batch)
     found.append(made.copy())
     for overlap in (False, True):
         made.clear()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiny
 from sagekernels import attention_reference
 from sagekernels.admission import LIMITS, Admission
 from sagetrain.auto import attention_choice
-from sagetrain.auto.timed_choice import RankCalls
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.backends import (
     AttentionFunction,
@@ -218,17 +218,17 @@ class Broken(AttentionFunction):
 
 
 def _choose(
-    cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, context: int = 1, **asked: str
+    folder: Path, said: list[str], documents: list[list[int]], ranks: int = 1, context: int = 1, **asked: str
 ) -> str:
     """Return the choice of attention as on a GPU, and add the last thing that it said to `said`."""
     heard: list[str] = []
     attention = AttentionConfig(**{"backend": "auto", "recipe": "fine", **asked})
-    calls = RankCalls(ranks, context, True, 2, 64, CPU, torch.bfloat16)
+    parallel = {"tensor_parallel_size": ranks, "context_parallel_size": context, "tensor_parallel_overlap": "on"}
+    cfg = tiny.config(1, "bf16", data={"micro_batch_size": 2, "seq_length": 64}, parallel=parallel)
+    cfg = cfg.model_copy(update={"model": SHAPE, "attention": attention})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_choice, "to_be_chosen", lambda *_: True)
-        chosen, _ = attention_choice.settle_attention(
-            attention, SHAPE, None, calls, documents=lambda: documents, cache=cache, say=heard.append
-        )
+        chosen, _ = attention_choice.settle_attention(tiny.start(cfg, folder, heard.append), None, lambda: documents)
     said.append(heard[-1])
     assert chosen.model_copy(update={"backend": attention.backend, "recipe": attention.recipe}) == attention
     return f"sage {chosen.recipe}" if chosen.backend == "sage" else chosen.backend
@@ -250,7 +250,7 @@ def test_auto_takes_the_admitted_and_remembers(
 
     monkeypatch.setattr(attention_choice, "attention_function", broken)
     said: list[str] = []
-    case = tmp_path / "attention.json", said, [[64], [60, 4], [64]] if packed else [], ranks, context
+    case = tmp_path, said, [[64], [60, 4], [64]] if packed else [], ranks, context
     assert _choose(*case) == "sage fine"
     assert "not used: dk is zero in some head" in said[0]
     rows, heads = (1, 128 // ranks) if packed else (2 // ranks, 64), SHAPE.num_attention_heads // (ranks * context)
@@ -285,7 +285,7 @@ def test_recipe_auto_is_the_faster_of_the_nearly_exact(
     for name, function in replaced.items():
         monkeypatch.setattr(attention_choice, name, function)
     monkeypatch.setattr(attention_choice, "seconds_per_step", lambda name, *_, **__: 1.0 + order.index(name))
-    assert _choose(tmp_path / "attention.json", [], [], backend=backend, recipe="auto") == taken
+    assert _choose(tmp_path, [], [], backend=backend, recipe="auto") == taken
 
 
 def test_the_settings_that_are_left_to_be_chosen() -> None:
@@ -319,16 +319,16 @@ def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.
     said: list[str] = []
     # The sums of squares are 4096, 64, 2056, 1536, 3616 and 3016.
     sampled = [[64], [1] * 64, [30, 34], [32, 16, 16], [60, 4], [10, 54]]
-    _choose(tmp_path / "attention.json", said, sampled)
+    _choose(tmp_path, said, sampled)
     assert Noted.noted[-1] == ([30, 34, 10, 54], 54)
-    _choose(tmp_path / "attention.json", said, list(reversed(sampled)))
+    _choose(tmp_path, said, list(reversed(sampled)))
     assert "chosen before" in said[1]
     shorter = [[16] * 4]
-    _choose(tmp_path / "attention.json", said, shorter)
+    _choose(tmp_path, said, shorter)
     assert Noted.noted[-1] == ([16] * 8, 16)
-    _choose(tmp_path / "attention.json", said, [[6, 26, 16, 16]])  # The number of documents is the same.
+    _choose(tmp_path, said, [[6, 26, 16, 16]])  # The number of documents is the same.
     assert Noted.noted[-1] == ([6, 26, 16, 16] * 2, 26)
-    _choose(tmp_path / "attention.json", said, [[15, 17, 15, 17]])
+    _choose(tmp_path, said, [[15, 17, 15, 17]])
     assert ["chosen before" in line for line in said] == [False, True, False, False, True]
 
 

@@ -11,6 +11,7 @@ import torch._dynamo.guards
 import torch.distributed as dist
 
 from distributed import of_first_rank
+from sagetrain.auto.timed_choice import StartOfRun
 from sagetrain.checkpoint import reading
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
@@ -18,6 +19,7 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.join import init_distributed
+from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.costs.accounting import overlaps
@@ -63,6 +65,15 @@ def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     return RunConfig.model_validate(tree)
+
+
+def start(
+    cfg: RunConfig, folder: Path = Path("none"), say: Callable[[str], None] = print, **others: Any
+) -> StartOfRun:  # fmt: skip
+    """Build the start of a run on a single rank without a GPU; other arguments replace what it is made of."""
+    how = {"groups": ParallelGroups.single(), "vocab_size": VOCAB, "device": torch.device("cpu")}
+    how |= {"dtype": torch.bfloat16, "compiled": False}
+    return StartOfRun(cfg, folder=RunFolder(folder), say=say, **{**how, **others})
 
 
 def join(tp_size: int, cp_size: int = 1, pp_size: int = 1, ep_size: int = 1, gather: int = 1) -> ParallelGroups:

@@ -8,6 +8,7 @@ import pytest
 import tiny
 from distributed import run_distributed
 from sagetrain.auto.settled import settle
+from sagetrain.auto.timed_choice import StartOfRun
 from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig, load_config
 from sagetrain.training.build_run import assemble, build, check_files, make_engine, meet, resume
@@ -29,10 +30,8 @@ def by_hand(cfg: RunConfig) -> Run:
     assert files.identity.vocab_size == files.vocab_size and files.identity.order == files.train.fingerprint
     met = meet(cfg, files)
     assert folder.exists() and met.main and met.checkpoint is None and met.hashes["data.train"]
-    settled = settle(
-        cfg, None, files.train, met.groups, compiled=False, vocab_size=128, device=met.device,
-        dtype=files.dtype, folder=files.folder, say=met.reporter.say,
-    )  # fmt: skip
+    start = StartOfRun(cfg, met.groups, 128, met.device, files.dtype, False, files.folder, met.reporter.say)
+    settled = settle(start, None, files.train)
     assert (settled.cfg.attention.backend, settled.cfg.linear.precision) == ("sdpa", "bf16")
     assert settled.cfg.parallel.tensor_parallel_overlap == "off" and cfg.attention.backend == "auto"
     engine = make_engine(settled, files, met)
