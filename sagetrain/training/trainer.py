@@ -24,7 +24,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Texts
 from sagetrain.cluster.lifeline import lifeline
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
-from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
+from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError, many, shown
 from sagetrain.config.load import dump_config
 from sagetrain.config.run_parts import end_of, lengths_of
 from sagetrain.costs.accounting import flops_per_token
@@ -72,6 +72,16 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.run, self.cfg, self.engine, self.state = run, run.cfg, run.engine, run.resumed.state
+        evaluation = self.cfg.evaluation
+        for key, asked, function in (
+            ("tasks", evaluation.tasks, tasks),
+            ("samples_every_tokens", evaluation.samples_every_tokens, samples),
+        ):
+            if asked and function is None:
+                raise ConfigError(
+                    f"evaluation.{key} = {shown(asked)}: this Trainer was given no function for it; give it those of "
+                    "sagetrain.interop.looks.looks_of(cfg) as tasks and samples, or leave the key out"
+                )
         self._findings, self._tasks, self._samples = findings, tasks, samples
         self._reporter, self._say, self._watchdog = run.met.reporter, run.met.reporter.say, run.met.watchdog
         self._watchdog.waits = self.engine.waits

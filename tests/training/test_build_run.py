@@ -10,7 +10,8 @@ from distributed import run_distributed
 from sagetrain.auto.settled import settle
 from sagetrain.auto.timed_choice import StartOfRun
 from sagetrain.checkpoint import on_disk
-from sagetrain.config import RunConfig, load_config
+from sagetrain.config import ConfigError, RunConfig, load_config
+from sagetrain.config.schema import EvaluationConfig
 from sagetrain.training.build_run import assemble, build, check_files, make_engine, meet, resume
 from sagetrain.training.run import Run
 from sagetrain.training.trainer import Trainer
@@ -58,6 +59,18 @@ def begin_and_go_on(corpus: str, run_dir: str) -> None:
     assert again.cfg.attention == first.run.cfg.attention
     assert "as the run had it" in again.settled.reasons.attention
     assert again.record(again.resumed.state) == replace(written, files=again.met.hashes)
+
+
+def train_without_functions(corpus: str, run_dir: str) -> None:
+    for key, value in (("samples_every_tokens", 64), ("tasks", ["arc_easy"])):
+        cfg = config(corpus, f"{run_dir}/{key}", 2)
+        run = build(cfg.model_copy(update={"evaluation": EvaluationConfig(**{key: value})}))
+        with pytest.raises(ConfigError, match=rf"evaluation.{key} = .*: this Trainer was given no function"):
+            Trainer(run)
+
+
+def test_a_trainer_needs_the_functions_that_its_keys_ask_for(corpus: Path, tmp_path: Path) -> None:
+    run_distributed(train_without_functions, 1, str(corpus), str(tmp_path))
 
 
 def test_the_acts_by_hand_make_the_run_that_build_goes_on_with(corpus: Path, tmp_path: Path) -> None:
