@@ -80,8 +80,11 @@ def remove(folder: UrlPath) -> None:
 
 
 def discard_unfinished(root: UrlPath) -> None:
-    """Delete the folders that no writer has published. Only the one run that writes there may call this."""
-    store, names = store_at(root), store_at(root).names()
+    """Delete the folders that no writer has published, and unfinished files. Only the one run that writes there may
+    call this."""
+    store = store_at(root)
+    store.discard_unfinished()
+    names = store.names()
     kept = {store.read(name).decode().strip() for name in names if name.startswith("damaged-")}
     for folder in {name.partition("/")[0] for name in names if "/" in name} - kept:
         step = _FOLDER.fullmatch(folder)

@@ -117,6 +117,9 @@ class Bucket(Store):
 
             self._send(name, chain([first], parts), size, written)
 
+    def discard_unfinished(self) -> None:
+        """A bucket has no unfinished files: it drops the parts of an upload that never ends by its own rules."""
+
     @abstractmethod
     def _put(self, name: str, data: bytes, tag: str | None) -> None:
         """Try to write a file that has this tag now; "": that is not there; None: whatever is there."""

@@ -77,6 +77,9 @@ class Local(Store):
             with suppress(OSError):  # The folder has other files.
                 path.parent.rmdir()
 
+    def discard_unfinished(self) -> None:
+        self.delete(str(path.relative_to(self._root)) for path in self._root.rglob(f"*{_UNFINISHED}"))
+
     def write(self, name: str, blocks: Iterable[memoryview], size: int) -> None:
         with self._beside(name, blocks) as written:
             os.replace(written, self._root / name)

@@ -65,6 +65,7 @@ def send_folder(folder: Path, target: UrlPath, last: str) -> None:
     """Copy the files of a folder on a disk, without its own folders, to a folder in a store. The file `last` is copied
     at the end. Raises OSError."""
     store = store_at(target)
+    store.discard_unfinished()
     for path in sorted(folder.iterdir(), key=lambda each: (each.name == last, each.name)):
         store.write(path.name, _blocks_of(path), path.stat().st_size)
 

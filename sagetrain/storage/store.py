@@ -46,6 +46,10 @@ class Store(ABC):
         """Write a file of `size` bytes, which may be larger than the memory that is left. The blocks are taken one
         after another, and must keep their content until the call returns."""
 
+    @abstractmethod
+    def discard_unfinished(self) -> None:
+        """Delete what killed writers left of files. Nobody else may be writing there."""
+
     def names(self, prefix: str = "") -> list[str]:
         """Return the names that begin with `prefix`, sorted."""
         return list(self.sizes(prefix))

@@ -2,6 +2,8 @@
 tests/storage has a server."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.storage import lease
 from sagetrain.storage.lease import OWNER, Lease
+from sagetrain.storage.range_reader import send_folder
 from sagetrain.storage.url_path import Location, UrlPath, store_at
 
 
@@ -127,6 +130,24 @@ def test_only_unpublished_folders_are_cleared_away(root: UrlPath, monkeypatch) -
     in_store.discard_unfinished(root)
     assert [on_disk.step_of(folder) for folder in on_disk.published(root)] == [3]
     monkeypatch.undo()
+    assert [on_disk.step_of(folder) for folder in on_disk.published(root)] == [1, 3]
+
+
+def test_what_a_killed_writer_left_of_a_file_is_removed(root: UrlPath, tmp_path) -> None:
+    """A file that is half written has no name in the store, so the files that are deleted by name do not include it."""
+    write(root, 1)
+    target = UrlPath(f"file://{tmp_path}/export")
+    for folder in (f"{root}/step-00000002-0badc0de", target):
+        code = "import os, sys; from sagetrain.storage.url_path import UrlPath, store_at; "
+        code += "blocks = (os._exit(9) if i else memoryview(b'half') for i in range(2)); "
+        code += "store_at(UrlPath(sys.argv[1])).write('a', blocks, 8)"
+        assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == 9
+    left = [*tmp_path.rglob("*.partial")]
+    assert [path.read_bytes() for path in left] in ([b""] * 2, [b"half"] * 2) and not target.exists()
+    write(root, 3)
+    (tmp_path / "model").mkdir()
+    send_folder(tmp_path / "model", target, last="config.json")
+    assert not any(path.exists() or path.parent.exists() for path in left)
     assert [on_disk.step_of(folder) for folder in on_disk.published(root)] == [1, 3]
 
 
