@@ -170,8 +170,9 @@ class _Source:
         if kind == "extra_forbidden" and section is not None:
             self.report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
         elif kind == "missing" and section is not None:
-            doc = section.model_fields[str(path[-1])].description
-            self.report(path, f"missing; it takes {describe(slot)}" + (f": {' '.join(doc.split())}" if doc else ""))
+            self.report(path, f"missing; it takes {describe(slot)}{_meaning(section, path)}")
+        elif kind == "string_pattern_mismatch" and section is not None:
+            self.report(path, f"must be {describe(slot)}{_meaning(section, path)}", value)
         elif kind in ("union_tag_not_found", "union_tag_invalid"):
             tags = tags_of(slot.sections)
             takes = f"one of {', '.join(tags)}"
@@ -281,6 +282,11 @@ def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     elif isinstance(value, dict | list):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _texts(each, (*path, key))
+
+
+def _meaning(section: type[Section], path: KeyPath) -> str:
+    doc = section.model_fields[str(path[-1])].description
+    return f": {' '.join(doc.split())}" if doc else ""
 
 
 def _must_be(slot_text: str, value: Any, choices: Sequence[Any], key: str = "") -> str:

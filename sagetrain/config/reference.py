@@ -136,7 +136,7 @@ def describe(slot: Slot) -> str:
     if annotation is str and any(hasattr(m, "min_length") for m in _constraints(metadata)):
         return "text that is not empty"
     if annotation is str and (patterns := [m.pattern for m in metadata if getattr(m, "pattern", None)]):
-        return f"text that matches {patterns[0]}"
+        return f"text of the letters {' and '.join(patterns[0].strip('^[]+$'))}"
     limits = [
         f"{word} {getattr(m, name)}"
         for m in _constraints(metadata)
