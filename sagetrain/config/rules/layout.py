@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
+from math import gcd, lcm
 
 from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
 from sagetrain.config.errors import Finding, many
@@ -112,12 +112,21 @@ def _heads_of_context(cfg: RunConfig, tensor: int, context: int) -> Iterator[Fin
     if heads % tensor or key_heads % tensor or layers(cfg.model)[0].attention.gather_of(tensor, context) > 1:
         return
     both, ranks, sizes = _tensor_and_context(cfg), tensor * context, _context_sizes(cfg)
+    key_heads_fit = key_heads % ranks == 0 or ranks % key_heads == 0
     if heads % ranks:
+        given, also = cfg.model.model_fields_set, ""
+        # Key/value heads that are not given are as many as query heads.
+        grouped = "num_key_value_heads" in given
+        multiple = lcm(ranks, key_heads) if grouped and key_heads_fit else ranks
+        if grouped and not key_heads_fit:
+            also = " with as many num_key_value_heads"
+        if "head_dim" not in given and cfg.model.hidden_size % multiple:
+            also += f"{' and' if also else ' with'} head_dim {cfg.model.head_dim}"
         yield About("context_parallel_split", "model.num_attention_heads", heads).error(
             f"is not a multiple of {both}: in attention every rank works on an equal share of the heads",
-            f"use {neighbours(heads, ranks)}, or a context_parallel_size of {sizes}",
+            f"use {neighbours(heads, multiple)}{also}, or a context_parallel_size of {sizes}",
         )
-    elif key_heads % ranks and ranks % key_heads:
+    elif not key_heads_fit:
         fitting = (n for n in range(tensor, heads + 1, tensor) if heads % n == 0 and not (n % ranks and ranks % n))
         yield About("context_parallel_split", "model.num_key_value_heads", key_heads).error(
             f"is neither a multiple of {both} nor divides it: in attention every rank works on an equal share of the "
