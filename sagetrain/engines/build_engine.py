@@ -25,17 +25,16 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec,
     return None
 
 
-def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> Engine:
+def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> Engine:
     """Build the engine of a run for its model; collective. Raises ConfigError if DeepSpeed keeps weights in an order
     that checkpoints do not know, or is told to use another device.
 
     Args:
         cfg: the configuration, in which no value of the model is `auto` any more.
         model: a model that was made with `partitioner`.
-        micro_batches: the micro-batches of this rank in the first step. Later steps may have another number.
     """
     if Layout.of(cfg).engine == "fsdp":
         from sagetrain.engines import fsdp
 
-        return fsdp.FsdpEngine(cfg, model, groups, micro_batches)
-    return deepspeed_engine.DeepSpeedEngine(cfg, model, groups, micro_batches)
+        return fsdp.FsdpEngine(cfg, model, groups)
+    return deepspeed_engine.DeepSpeedEngine(cfg, model, groups)

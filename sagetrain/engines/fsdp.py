@@ -51,7 +51,7 @@ from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.model_weights import GatheredWeights, PassingWeights, ResidentWeights
 from sagetrain.engines.piped import Piped, StagePasses
 from sagetrain.engines.protocol import Probe, every
-from sagetrain.engines.recorder import recorder_of
+from sagetrain.engines.recorder import Recorder, recorder_of
 from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.replayed import Replayed
 from sagetrain.engines.replayed_stage import ReplayedPipe
@@ -76,7 +76,7 @@ class FsdpEngine(Engine, StagePasses):
         model: a model that was made with `partitioner`.
     """
 
-    def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
+    def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> None:
         device, layout = cast(Any, next(model.parameters())).shard.device, Layout.of(cfg, groups.topology.world_size)
         # This comes first, because recordings are made on another stream than the default one.
         record, by_host = recorder_of(cfg.training.cuda_graphs, layout.not_recorded, model, device)
@@ -125,11 +125,9 @@ class FsdpEngine(Engine, StagePasses):
                 adds = layout.reduced == "in every micro-step"
                 reduction = CopiedReduction(*reduced, memory) if memory else Reduction(*reduced, adds)
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
-            timed = cfg.training.cuda_graphs == "auto"
-            if record and pipe:
-                self._traversal = ReplayedPipe(self, pipe, dtype, record, whole, sums, timed)
-            elif record:
-                self._traversal = Replayed(self, record, whole, sums, timed)
+            if record:
+                recorder = Recorder(self, record, whole, sums, timed=cfg.training.cuda_graphs == "auto")
+                self._traversal = ReplayedPipe(self, pipe, dtype, recorder) if pipe else Replayed(self, recorder)
         else:
             self._weights = GatheredWeights(*of_model)
             # At ZeRO 2 and 3 gradients come to the host in every micro-step.

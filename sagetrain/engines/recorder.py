@@ -54,14 +54,15 @@ class Recorder:
     """Recordings of the passes of an engine, until one of them cannot be made.
 
     Args:
+        shared: records in memory that recordings share if each is replayed before the next (see `recorder`).
         weights: the weights, which stay in the same memory.
         sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
         timed: whether micro-steps are timed both ways in the first steps, and replayed later if that is as fast.
     """
 
-    def __init__(self, engine: Passes, weights: ResidentWeights, sums: LeafSums, timed: bool) -> None:
+    def __init__(self, engine: Passes, shared: Record, weights: ResidentWeights, sums: LeafSums, timed: bool) -> None:
         self._model, self._device, self._metrics = engine.model, engine.device, engine.groups.metrics
-        self._weights, self._sums, group = weights, sums, engine.groups.tp_group
+        self.shared, self.weights, self.sums, group = shared, weights, sums, engine.groups.tp_group
         # Collectives by copy engines, if passes use them.
         self._copies = connected.get(group.group_name) if group and engine.groups.tp_size > 1 else None
         self._by_host = self._largest = 0
@@ -90,7 +91,7 @@ class Recorder:
         """Call a function that records passes. Return the names of the leaves that get a gradient in them. None: the
         host launches every pass from now on. With `another`, this step or an earlier one has recorded others, each in
         memory of its own."""
-        sums, refusal = self._sums, ""
+        sums, refusal = self.sums, ""
         given, added, found = set(sums.given), self._metrics.added(), frozenset[str]()
         sums.given.clear()
         try:
@@ -109,9 +110,9 @@ class Recorder:
         if not refusal:
             return found
         # What a pass left when it was interrupted was never computed.
-        for leaf in self._weights.leaves.values():
+        for leaf in self.weights.leaves.values():
             leaf.grad = None
-        self._weights.interrupt()
+        self.weights.interrupt()
         if self._copies:
             self._copies.interrupt()
         self.give_up(refusal)
@@ -121,7 +122,7 @@ class Recorder:
         """Return "", or that recordings do not fit into the GPU's memory. Recordings keep the memory of a micro-step
         for themselves, and others need as much for passes that are not recorded, or for the update. With recomputation
         those of a pipeline stage keep more, so another one looks for as much as the largest one has taken."""
-        device, sums = self._device, self._sums
+        device, sums = self._device, self.sums
         if device.type != "cuda":
             return ""
         # A capture cannot free what the caching allocator keeps.
@@ -155,15 +156,15 @@ class Recorder:
 
     def give_up(self, why: str) -> None:
         """Let the host launch every pass from now on."""
-        self.refusal, self._sums.stays = why, False
+        self.refusal, self.sums.stays = why, False
         warnings.warn(f"the host launches each micro-step from now on: {why}", stacklevel=2)
 
     def begin(self) -> Any:
         """Begin a step. Return all that decides what its passes launch, and where, beside their micro-batches. None:
         the host launches them, because something looks at them that would see nothing of a replay."""
         # The weights, and what is derived from them, are where the passes will find them.
-        self._weights.gather()
-        model, leaves = self._model, self._weights.leaves.values()
+        self.weights.gather()
+        model, leaves = self._model, self.weights.leaves.values()
         modules = (each for each in model.named_modules() if not isinstance(each[1], FSDPModule))
         if (
             self.refusal

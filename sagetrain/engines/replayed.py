@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagekernels.graphs import Record, Recording
+from sagekernels.graphs import Recording
 from sagetrain.data.batch import Batch
-from sagetrain.engines.gradient_sums import LeafSums
-from sagetrain.engines.model_weights import ResidentWeights
 from sagetrain.engines.protocol import Observers
 from sagetrain.engines.recorder import PASSES, Recorder
 from sagetrain.engines.replay_times import ReplayTimes
@@ -39,19 +37,11 @@ class _Program:
 
 
 class Replayed(Plain):
-    """Take one micro-batch after the other by a replay, as soon as one like it has run by the host.
+    """Take one micro-batch after the other by a replay, as soon as one like it has run by the host."""
 
-    Args:
-        record: the function that records (recorder.recorder).
-        weights: the weights, which stay in the same memory.
-        sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
-        timed: see Recorder.
-    """
-
-    def __init__(self, engine: Passes, record: Record, weights: ResidentWeights, sums: LeafSums, timed: bool) -> None:
+    def __init__(self, engine: Passes, recorder: Recorder) -> None:
         super().__init__(engine)
-        self._record, self._weights, self._sums, self._model = record, weights, sums, engine.model
-        self.recorder = Recorder(engine, weights, sums, timed)
+        self.recorder, self._sums, self._model = recorder, recorder.sums, engine.model
         self._programs: list[_Program] = []
         self._steps = 0
         self._rooms: list[int | None] = []
@@ -86,7 +76,7 @@ class Replayed(Plain):
         """Run a micro-step. The tensors of the model's arguments are in CPU memory. `last` says whether gradients are
         reduced in it, and `noise` looks at them."""
         # A micro-step that was watched may have left other blocks than a recording begins with.
-        self._weights.gather()
+        self.recorder.weights.gather()
         program = self._program_of(inputs, last, noise)
         program.inputs.write(inputs)
         # The first step allocates what later steps keep.
@@ -133,7 +123,7 @@ class Replayed(Plain):
         """Record a program, or refuse to record anything from now on."""
 
         def make() -> None:
-            program.recording = self._record(lambda: self._launch(program))
+            program.recording = self.recorder.shared(lambda: self._launch(program))
 
         given = self.recorder.record(make)
         if given is None:

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from sagekernels.graphs import Record, Recording
 from sagetrain.data.batch import Batch
-from sagetrain.engines.gradient_sums import LeafSums
-from sagetrain.engines.model_weights import ResidentWeights
 from sagetrain.engines.piped import Piped, StagePasses, StageStep
 from sagetrain.engines.protocol import Observers
 from sagetrain.engines.recorder import PASSES, Recorder
@@ -63,20 +61,10 @@ class _Slot(NamedTuple):
 
 
 class _Slots:
-    """The slots of all chunks of this stage, from one step to the next.
+    """The slots of all chunks of this stage, from one step to the next."""
 
-    Args:
-        record: records backward passes.
-        weights: the weights, which stay in the same memory.
-        sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
-        timed: see Recorder.
-    """
-
-    def __init__(
-        self, passes: StagePasses, record: Record, weights: ResidentWeights, sums: LeafSums, timed: bool
-    ) -> None:
-        self._passes, self._record, self.sums = passes, record, sums
-        self.recorder = Recorder(passes, weights, sums, timed)
+    def __init__(self, passes: StagePasses, recorder: Recorder) -> None:
+        self._passes, self.recorder = passes, recorder
         self.times = ReplayTimes(passes.device)
         self._ways: set[str] = set()
         # The last chunk keeps gradients of the output projection too, so its slots are not those of others.
@@ -99,7 +87,7 @@ class _Slots:
         state = self.recorder.begin()
         rooms = [module.room for module in self._passes.model.modules() if isinstance(module, MoE)]
         # An only micro-step's gradients are reduced as they are, and not in any recording.
-        self._state = (*state, rooms) if state and self.sums.needed else None
+        self._state = (*state, rooms) if state and self.recorder.sums.needed else None
 
     def ended(self, begin: Any, micro_batches: int) -> None:
         """Note the time of a step since `begin`, if all of its passes went the same way. Stages wait for each other, so
@@ -179,7 +167,7 @@ class _Slots:
 
         self.recorder.align()
         passes.forward = record(forward)
-        passes.backward = self._record(backward)
+        passes.backward = self.recorder.shared(backward)
         passes.made = [x.detach() for x in passes.made]
         return passes
 
@@ -226,7 +214,7 @@ class _ReplayedStep(StageStep):
         passes = slot.passes[number]
         self.expect(number, later)
         passes.backward.replay()
-        self.slots.sums.given |= passes.given
+        self.slots.recorder.sums.given |= passes.given
         self._passes.add()
         self.slots.give(self.flow.chunks[number].last, slot)
         # The next replay overwrites the gradients, which may still be on their way then.
@@ -237,18 +225,9 @@ class ReplayedPipe(Piped):
     """Take micro-batches through the chunks of a pipeline stage by replays, as soon as others like them have run by
     the host: see Piped and _Slots."""
 
-    def __init__(
-        self,
-        engine: StagePasses,
-        pipe: Pipe,
-        dtype: torch.dtype,
-        record: Record,
-        weights: ResidentWeights,
-        sums: LeafSums,
-        timed: bool,
-    ) -> None:
+    def __init__(self, engine: StagePasses, pipe: Pipe, dtype: torch.dtype, recorder: Recorder) -> None:
         super().__init__(engine, pipe, dtype)
-        self.slots = _Slots(engine, record, weights, sums, timed)
+        self.slots = _Slots(engine, recorder)
 
     def run(self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool) -> Tensor:
         """Run forward and backward over all micro-batches of a step: see Plain."""

@@ -42,7 +42,6 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.rules.prepared import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.run_parts import parts
 from sagetrain.config.schema import Recomputation, RunConfig
-from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.costs.accounting import overlaps
 from sagetrain.costs.host_memory import host_memory_finding
 from sagetrain.costs.stages import chunks_of_stage
@@ -330,8 +329,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     compiled = compiles(cfg.training.compile, met.device)
     if compiled:
         compile_blocks(model, hooks=layout.engine == "fsdp", inner_hooks=layout.calls_experts)
-    micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // layout.micro_step
-    engine = build_engine(cfg, model, met.groups, micro_steps)
+    engine = build_engine(cfg, model, met.groups)
     said = start_lines(cfg, engine, vocab_size, compiled, settled.reasons)
     met.reporter.say("\n".join(said[:3]))
     for line in said[3:]:

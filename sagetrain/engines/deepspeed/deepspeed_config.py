@@ -6,25 +6,26 @@ from typing import Any
 
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
+from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.costs.deepspeed_prices import reduce_bucket_size
 
 
-def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, parameters: int) -> dict[str, Any]:
+def deepspeed_config(cfg: RunConfig, world_size: int, parameters: int) -> dict[str, Any]:
     """Return the dict that is handed to DeepSpeed.
 
     The batch sizes in the dict count what each replica works on. Under context parallelism these are slices of
     sequences.
 
     Args:
-        num_replicas: data-parallel times context-parallel ranks.
-        accumulation: micro-batches of a step.
         parameters: the number of parameters of this tensor-parallel rank.
     """
-    stage = Layout.of(cfg).zero_stage
+    layout = Layout.of(cfg, world_size)
+    # Later steps may have another number of micro-batches.
+    stage, accumulation = layout.zero_stage, tokens_per_step(cfg.tokens_per_step, 0) // layout.micro_step
     zero = {"stage": stage, "reduce_bucket_size": reduce_bucket_size(parameters), "overlap_comm": False}
     # Stage 0 does not report the norm, so DeepSpeedEngine._clip_stage0 clips there.
     told: dict[str, Any] = {
-        "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
+        "train_batch_size": cfg.data.micro_batch_size * accumulation * layout.replicas,
         "train_micro_batch_size_per_gpu": cfg.data.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "managed_gradient_accumulation": False,

@@ -91,13 +91,13 @@ class Handed(torch.optim.Optimizer):
 class DeepSpeedEngine(Engine):
     """An engine on DeepSpeed, for any gradient accumulation at ZeRO 0 to 2."""
 
-    def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
+    def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> None:
         deepspeed = join_deepspeed()
         layout = Layout.of(cfg, groups.topology.world_size)
         self._stage = layout.zero_stage
         self._micro_batch, self._norm_stage0 = cfg.data.micro_batch_size, 0.0
         parameters = sum(p.numel() for p in model.parameters())
-        self.settings = deepspeed_config(cfg, groups.num_replicas, micro_batches, parameters)
+        self.settings = deepspeed_config(cfg, groups.topology.world_size, parameters)
         parameter: Any
         for name, parameter in model.named_parameters():
             # DeepSpeed reads this mark: a tensor that is split over tensor-parallel ranks counts in the gradient norm
