@@ -243,9 +243,9 @@ def time_experts(
     rows = plan_rows(choices, experts.number)
 
     def make(way: str, wide: bool) -> nn.Module:
-        place: dict[str, Any] = {"dtype": torch.float32 if wide else dtype, "device": device}
-        place |= {"activation": activation, "biased": biased}
-        layer = Experts(experts.number, hidden, experts.ffn_size, matmul=matmuls[way], **place)
+        region = Region(ParallelGroups.single(), dtype=torch.float32 if wide else dtype, device=device)
+        how: dict[str, Any] = {"activation": activation, "biased": biased, "matmul": matmuls[way]}
+        layer = Experts(experts.number, hidden, experts.ffn_size, region, **how)
         own = torch.Generator(device).manual_seed(1)
         with torch.no_grad():
             for p in layer.parameters():
@@ -299,8 +299,8 @@ def layer_of(
     inputs: int, sizes: dict[str, int], weights: Sequence[Tensor], matmul: Matmul, *, kept: bool
 ) -> ColumnParallelLinear:
     """Build a layer with copies of these weights [out, in]. With `kept` they are rounded already."""
-    region, dtype, device = Region(ParallelGroups.single()), weights[0].dtype, weights[0].device
-    layer = ColumnParallelLinear(inputs, sizes, region, matmul=matmul, dtype=dtype, device=device)
+    region = Region(ParallelGroups.single(), dtype=weights[0].dtype, device=weights[0].device)
+    layer = ColumnParallelLinear(inputs, sizes, region, matmul=matmul)
     with torch.no_grad():
         for parameter, weight in zip(layer.parameters(), weights, strict=True):
             parameter.copy_(weight)

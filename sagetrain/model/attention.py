@@ -7,7 +7,6 @@ sequence under context parallelism), D hidden size, N query heads and M key/valu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +36,7 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: LayerSpec,
-        function: AttentionFunction,
-        region: Region,
-        *,
-        matmuls: Mapping[str, Matmul],
-        dtype: torch.dtype,
-        device: torch.device | None,
+        self, layer: LayerSpec, function: AttentionFunction, region: Region, *, matmuls: Mapping[str, Matmul]
     ) -> None:
         super().__init__()
         groups = region.groups
@@ -65,26 +57,23 @@ class Attention(nn.Module):
         self.qk_norm = layer.attention.qk_norm
         rope = layer.attention.reach.rope
         self._length = length_of(rope.scaling, rope.stretch)
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
         qkv, out = layer.attention.linear_layers(layer.hidden, 1).values()
         bias, out_bias = layer.attention.bias, layer.attention.out_bias
-        self.qkv = ColumnParallelLinear(*qkv, region, bias=bias, matmul=matmuls.get("qkv"), **place)
-        self.out = RowParallelLinear(
-            out.inputs, layer.hidden, region, bias=out_bias, matmul=matmuls.get("out"), **place
-        )
+        self.qkv = ColumnParallelLinear(*qkv, region, bias=bias, matmul=matmuls.get("qkv"))
+        self.out = RowParallelLinear(out.inputs, layer.hidden, region, bias=out_bias, matmul=matmuls.get("out"))
 
         def norm(heads: int) -> RMSNorm | None:
             if self.qk_norm == "none":
                 return None
             spread, of_one = self.qk_norm == "all_heads", layer.gains_of_one
             width = heads * self.head_dim if spread else self.head_dim
-            return RMSNorm(width, layer.norm_eps, groups, spread=spread, split_input=not spread, of_one=of_one, **place)
+            return RMSNorm(width, layer.norm_eps, region, spread=spread, split_input=not spread, of_one=of_one)
 
         self.q_norm, self.k_norm = norm(layer.attention.heads), norm(layer.attention.key_heads)
         self.sinks: nn.Parameter | None = None
         """The score of each query head's sink, of the heads of this tensor-parallel rank."""
         if layer.attention.sinks:
-            self.sinks = nn.Parameter(torch.empty(heads // groups.tp_size, dtype=dtype, device=device))
+            self.sinks = region.parameter(heads // groups.tp_size)
         self._own_heads = heads // groups.tp_size // groups.ulysses_size
         self._first_head = groups.ulysses_rank * self._own_heads
 

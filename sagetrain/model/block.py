@@ -51,10 +51,8 @@ class Block(nn.Module):
         region: Region,
         *,
         matmuls: Mapping[str, Any],
-        dear: tuple[str, ...] = (),
-        share: Tensor | None = None,
-        dtype: torch.dtype,
-        device: torch.device | None,
+        dear: tuple[str, ...],
+        share: Tensor,
     ) -> None:
         super().__init__()
         self.region = region
@@ -62,24 +60,22 @@ class Block(nn.Module):
         self.dear = dear
         """If there are any, the block, walked alone, keeps the results of these operators for its backward pass, and
         recomputes the rest."""
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        how = {"matmuls": matmuls, **place}
 
         def norm() -> RMSNorm:
-            how = {"split_input": region.sharded, "of_one": layer.gains_of_one, **place}
-            return RMSNorm(layer.hidden, layer.norm_eps, region.groups, **how)
+            how = {"split_input": region.sharded, "of_one": layer.gains_of_one}
+            return RMSNorm(layer.hidden, layer.norm_eps, region, **how)
 
         before, after = layer.normed
         self.attention_norm = norm() if before else NoNorm()
         self.attention: Attention | DeltaNet
-        self.attention = (DeltaNet if layer.delta_net else Attention)(layer, function, region, **how)
+        self.attention = (DeltaNet if layer.delta_net else Attention)(layer, function, region, matmuls=matmuls)
         self.attention_post_norm = norm() if after else None
         self.mlp_norm = norm() if before else NoNorm()
         self.mlp: MLP | MoE
         if layer.experts is None:
-            self.mlp = MLP(layer, region, **how)
+            self.mlp = MLP(layer, region, matmuls=matmuls)
         else:
-            self.mlp = MoE(layer, region, share=torch.ones(()) if share is None else share, **how)
+            self.mlp = MoE(layer, region, matmuls=matmuls, share=share)
         self.mlp_post_norm = norm() if after else None
         self._read_by(matmuls)
 

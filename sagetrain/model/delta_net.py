@@ -6,9 +6,7 @@ Shape letters as in delta_rule.py; T tokens of this rank, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,14 +31,7 @@ class DeltaNet(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: LayerSpec,
-        function: AttentionFunction,
-        region: Region,
-        *,
-        matmuls: Mapping[str, Matmul],
-        dtype: torch.dtype,
-        device: torch.device | None,
+        self, layer: LayerSpec, function: AttentionFunction, region: Region, *, matmuls: Mapping[str, Matmul]
     ) -> None:
         super().__init__()
         groups = region.groups
@@ -51,20 +42,16 @@ class DeltaNet(nn.Module):
         self.function = function
         self.window = None
         self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
         linear, heads = layer.linear_layers(1), delta.value_heads
         qkv, out = linear["qkv"], linear["out"]
-        self.qkv = ColumnParallelLinear(*qkv, region, matmul=matmuls.get("qkv"), **place)
-        self.gates = ColumnParallelLinear(layer.hidden, {"a": heads, "b": heads}, region, **place)
-        self.out = RowParallelLinear(out.inputs, layer.hidden, region, matmul=matmuls.get("out"), **place)
+        self.qkv = ColumnParallelLinear(*qkv, region, matmul=matmuls.get("qkv"))
+        self.gates = ColumnParallelLinear(layer.hidden, {"a": heads, "b": heads}, region)
+        self.out = RowParallelLinear(out.inputs, layer.hidden, region, matmul=matmuls.get("out"))
         for name in ("q", "k", "v"):
-            empty = torch.empty(qkv.outputs[name], delta.conv_size, **place)
-            self.register_parameter(f"{name}_conv", nn.Parameter(empty))
-        self.a_log = nn.Parameter(torch.empty(heads, **place))
-        self.dt_bias = nn.Parameter(torch.empty(heads, **place))
-        self.o_norm = RMSNorm(
-            delta.value_dim, layer.norm_eps, groups, split_input=True, of_one=layer.gains_of_one, **place
-        )
+            self.register_parameter(f"{name}_conv", region.parameter(qkv.outputs[name], delta.conv_size))
+        self.a_log = region.parameter(heads)
+        self.dt_bias = region.parameter(heads)
+        self.o_norm = RMSNorm(delta.value_dim, layer.norm_eps, region, split_input=True, of_one=layer.gains_of_one)
 
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,21 +19,12 @@ class MLP(nn.Module):
     A call of the module computes everything but `down`, which is a stage of its own in block.Block.
     """
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        region: Region,
-        *,
-        matmuls: Mapping[str, Matmul],
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, region: Region, *, matmuls: Mapping[str, Matmul]) -> None:
         super().__init__()
         self.activation = layer.mlp.activation
         gate_up, down = layer.mlp.linear_layers(layer.hidden, 1).values()
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.gate_up = ColumnParallelLinear(*gate_up, region, matmul=matmuls.get("gate_up"), **place)
-        self.down = RowParallelLinear(down.inputs, layer.hidden, region, matmul=matmuls.get("down"), **place)
+        self.gate_up = ColumnParallelLinear(*gate_up, region, matmul=matmuls.get("gate_up"))
+        self.down = RowParallelLinear(down.inputs, layer.hidden, region, matmul=matmuls.get("down"))
 
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:

@@ -15,6 +15,7 @@ recomputed blocks, layouts, or passes that are no part of a step:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,18 +60,16 @@ class _Balanced(torch.autograd.Function):
 class Router(nn.Module):
     """The choice of each token's experts, and the factors of their outputs."""
 
-    def __init__(
-        self, hidden: int, experts: ExpertsConfig, biased: bool, *, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
+    def __init__(self, hidden: int, experts: ExpertsConfig, region: Region, *, biased: bool) -> None:
         super().__init__()
         self.config = experts
-        how: dict[str, Any] = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
-        self.weight = nn.Parameter(torch.empty(experts.number, hidden, **how))
-        self.logit_bias = nn.Parameter(torch.empty(experts.number, **how)) if biased else None
+        made = partial(region.parameter, experts.number, dtype=torch.promote_types(region.dtype, torch.float32))
+        self.weight = made(hidden)
+        self.logit_bias = made() if biased else None
         """The numbers that are added to logits. They are learned."""
-        self.bias = nn.Parameter(torch.empty(experts.number, **how))
+        self.bias = made()
         """The numbers that are added to scores for the choice alone."""
-        self.load = nn.Parameter(torch.empty(experts.number, **how))
+        self.load = made()
         """The numbers of choices of each expert in the step before, on all ranks: multiples of the mean, less 1."""
         self.watch: Callable[[Tensor], None] | None = None
         """A function that is called with all choices. None: nobody watches them."""
@@ -137,25 +136,20 @@ class Experts(LinearLayer[GroupedMatmul]):
         number: int,
         hidden: int,
         inner: int,
+        region: Region,
         *,
         activation: str = "swiglu",
         biased: bool = False,
         matmul: GroupedMatmul | None,
-        dtype: torch.dtype,
-        device: torch.device | None,
     ) -> None:
         super().__init__(GroupedMatmul(), matmul)
         self.number, self.activation = number, activation
-
-        def made(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-
-        self.gate_up = made(number * 2 * inner, hidden)
+        self.gate_up = region.parameter(number * 2 * inner, hidden)
         """[experts x (gate, then up), hidden]"""
-        self.down = made(number * hidden, inner)
+        self.down = region.parameter(number * hidden, inner)
         """[experts x hidden, inner]"""
-        self.gate_up_bias = made(number * 2 * inner) if biased else None
-        self.down_bias = made(number * hidden) if biased else None
+        self.gate_up_bias = region.parameter(number * 2 * inner) if biased else None
+        self.down_bias = region.parameter(number * hidden) if biased else None
 
     @property
     def weights(self) -> Sequence[Tensor]:
@@ -186,25 +180,21 @@ class MoE(nn.Module):
         share: an fp32 scalar, the factor with which a micro-batch's loss enters the step's (Transformer.share).
     """
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        region: Region,
-        *,
-        matmuls: Mapping[str, Any],
-        share: Tensor,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, region: Region, *, matmuls: Mapping[str, Any], share: Tensor) -> None:
         super().__init__()
         assert layer.experts is not None
         self.region, self.groups, self.share = region, region.groups, share
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.router = Router(layer.hidden, layer.experts, layer.biased_experts, **place)
+        self.router = Router(layer.hidden, layer.experts, region, biased=layer.biased_experts)
         self._own = _divide(layer.experts.number, region.groups)
-        how: dict[str, Any] = {"activation": layer.expert_activation, "biased": layer.biased_experts, **place}
-        how["matmul"] = matmuls.get("experts")
-        self.experts = Experts(self._own, layer.hidden, layer.experts.ffn_size, **how)
+        self.experts = Experts(
+            self._own,
+            layer.hidden,
+            layer.experts.ffn_size,
+            region,
+            activation=layer.expert_activation,
+            biased=layer.biased_experts,
+            matmul=matmuls.get("experts"),
+        )
         self.calls_experts: bool = False
         """Whether the hooks of experts run, which gather their weights and break a block's graph."""
         self.room: int | None = None
@@ -216,7 +206,7 @@ class MoE(nn.Module):
         """bool []: whether `room` was too small for any pass since it was set to False."""
         self.shared = None
         if layer.mlp.inner:
-            self.shared = MLP(layer, region, matmuls=matmuls, **place)
+            self.shared = MLP(layer, region, matmuls=matmuls)
 
     @property
     def linear_layers(self) -> dict[str, LinearLayer[Any]]:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending
 from sagetrain.parallel.collectives import Region, finish_enter, finish_leave, reduce_from_region, start_enter
-from sagetrain.parallel.topology import ParallelGroups
 
 
 class RMSNorm(nn.Module):
@@ -22,26 +21,24 @@ class RMSNorm(nn.Module):
         self,
         size: int,
         eps: float,
-        groups: ParallelGroups,
+        region: Region,
         *,
         split_input: bool = False,
         spread: bool = False,
         of_one: bool = False,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.reader: Matmul | None = None
         """The Matmul of the layers that read the result, where it decides in which form the result is gathered."""
         self.eps = eps
-        self.groups = groups
+        self.groups = groups = region.groups
         self.split_input = split_input
         self.of_one = of_one
         """If set, the norm multiplies by 1 + its gain."""
         self.spread = spread and groups.tp_size > 1
         self._size = size
         own = size // groups.tp_size if spread else size
-        self.gain = nn.Parameter(torch.empty(own, dtype=dtype, device=device))
+        self.gain = region.parameter(own)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """Normalize x [..., size] and return it in its shape. `gain` is the entry of this norm from enter_gains, if

@@ -120,14 +120,14 @@ class Transformer(nn.Module):
         self.chunks = tuple(chunks or [whole(model.num_layers)])
         first, last = self.chunks[0].first, self.chunks[-1].last
         self.groups, self.known = groups, known
-        self.region = Region(groups, sequence_parallel)
+        # Memory comes with the values.
+        self.region = Region(groups, sequence_parallel, dtype, torch.device("meta"))
         self.overlap = overlap
         self.activation_checkpointing: Recomputation = activation_checkpointing
         self.own_loss: bool = loss is not None
         """Whether the loss is a user's function. All stages of a pipeline say the same."""
         device = torch.device("cpu" if device is None else device)
-        meta = torch.device("meta")  # memory comes with the values
-        gemma, place = model.conventions == "gemma", dict[str, Any](dtype=dtype, device=meta)
+        gemma = model.conventions == "gemma"
         *of_blocks, of_end = [{}] * (model.num_layers + 1) if matmuls is None else matmuls
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             assert groups.tp_group is not None
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
             if refusal := copies.connect(groups.tp_group):
                 how = "tensor-parallel collectives go through NCCL, which slows the matmuls beside them"
                 warnings.warn(f"{how}: {refusal}", stacklevel=2)
-        embedding = VocabParallelEmbedding(vocab_size, model.hidden_size, self.region, scaled=gemma, **place)
+        embedding = VocabParallelEmbedding(vocab_size, model.hidden_size, self.region, scaled=gemma)
         if first or (last and model.tie_embeddings):
             self.embedding = embedding
         self.share = torch.ones((), device=device)
@@ -155,13 +155,11 @@ class Transformer(nn.Module):
                     matmuls=own,
                     dear=walks.dear_of(activation_checkpointing),
                     share=self.share,
-                    dtype=dtype,
-                    device=meta,
                 )
                 self.blocks.add_module(str(number), block)
         if last:
             self.final_norm = RMSNorm(
-                model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, of_one=gemma, **place
+                model.hidden_size, model.norm_eps, self.region, split_input=sequence_parallel, of_one=gemma
             )
             weight = embedding.weight
             if not model.tie_embeddings:

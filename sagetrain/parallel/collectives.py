@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from sagekernels.casts import MULTIPLE
@@ -188,11 +188,19 @@ def _finish(x: Tensor | Pending, groups: ParallelGroups, back: Collective) -> Te
 
 
 class Region(NamedTuple):
-    """The region of a rank's tensor-parallel group, which layers enter and leave."""
+    """The region of a rank's tensor-parallel group, which layers enter and leave, and where their parameters are."""
 
     groups: ParallelGroups
     sharded: bool = False
     """Whether the ranks have shards of the tokens outside of it: sequence parallelism."""
+    dtype: torch.dtype = torch.float32
+    """The dtype of parameters."""
+    device: torch.device | None = None
+    """The device of parameters. None: the CPU."""
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Return a parameter without values, in the region's dtype unless another one is given."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device))
 
     @property
     def entering(self) -> tuple[Collective, Collective]:

@@ -113,8 +113,6 @@ class ColumnParallelLinear(ParallelLayer):
         *,
         bias: bool = False,
         matmul: Matmul | None = None,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
     ) -> None:
         super().__init__(Matmul(joined=region.groups.tp_size > 1), matmul)
         self.region = region
@@ -122,9 +120,9 @@ class ColumnParallelLinear(ParallelLayer):
         self.names = tuple(out_features)
         for name, size in out_features.items():
             local = _divide(size, region.groups, f"out_features of {name}")
-            self.register_parameter(name, nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device)))
+            self.register_parameter(name, region.parameter(local, in_features))
             if bias:
-                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(local, dtype=dtype, device=device)))
+                self.register_parameter(f"{name}_bias", region.parameter(local))
 
     @property
     def weights(self) -> list[Tensor]:
@@ -163,21 +161,13 @@ class RowParallelLinear(ParallelLayer):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        region: Region,
-        *,
-        bias: bool = False,
-        matmul: Matmul | None = None,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        self, in_features: int, out_features: int, region: Region, *, bias: bool = False, matmul: Matmul | None = None
     ) -> None:
         super().__init__(Matmul(), matmul)
         self.region = region
         local = _divide(in_features, region.groups, "in_features")
-        self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.weight = region.parameter(out_features, local)
+        self.bias = region.parameter(out_features) if bias else None
 
     @property
     def weights(self) -> list[Tensor]:
@@ -207,21 +197,12 @@ class VocabParallelEmbedding(nn.Module):
         scaled: multiply the rows by sqrt(hidden_size), which is rounded to their dtype.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        region: Region,
-        *,
-        scaled: bool = False,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, region: Region, *, scaled: bool = False) -> None:
         super().__init__()
         self.region = region
-        self._scale = float(torch.tensor(hidden_size**0.5).to(dtype)) if scaled else None
+        self._scale = float(torch.tensor(hidden_size**0.5).to(region.dtype)) if scaled else None
         local = _divide(vocab_size, region.groups, "vocab_size")
-        self.weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
+        self.weight = region.parameter(local, hidden_size)
 
     def forward(self, tokens: Tensor) -> Tensor | Pending:
         """Look up tokens, int64 [tokens], and start to sum up [tokens (/ tp with sequence parallelism), hidden]."""

@@ -118,9 +118,8 @@ def test_products_are_the_twins(number: torch.dtype) -> None:
 
 
 def _layer(name: str, device: str) -> ColumnParallelLinear:
-    layer = ColumnParallelLinear(
-        512, SIZES, Region(SINGLE), matmul=LOW_BIT[name], dtype=torch.bfloat16, device=torch.device(device)
-    )
+    region = Region(SINGLE, dtype=torch.bfloat16, device=torch.device(device))
+    layer = ColumnParallelLinear(512, SIZES, region, matmul=LOW_BIT[name])
     with torch.no_grad():
         for seed, parameter in enumerate(layer.parameters()):
             parameter.copy_(_random(5 + seed, *parameter.shape))

@@ -84,9 +84,8 @@ def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pyt
     def results(patched: bool) -> tuple[list[Tensor], list[str]]:
         torch._dynamo.reset()
         torch.manual_seed(1)
-        place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-        matmuls = {"gate_up": matmul, "down": matmul}
-        layer = MLP(layers(SHAPE)[0], Region(ParallelGroups.single()), matmuls=matmuls, **place)
+        region = Region(ParallelGroups.single(), dtype=torch.bfloat16, device=torch.device("cuda"))
+        layer = MLP(layers(SHAPE)[0], region, matmuls={"gate_up": matmul, "down": matmul})
         for weight in layer.parameters():
             torch.nn.init.normal_(weight, std=0.05)
         keep_weights(layer)

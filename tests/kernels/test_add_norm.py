@@ -17,6 +17,7 @@ from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.block import Block
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.topology import ParallelGroups
 
 SINGLE = ParallelGroups.single()
@@ -42,7 +43,7 @@ def test_the_twin_is_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
 
 def test_the_twin_has_the_bits_of_autograd() -> None:
     x, y, of_stream, of_normed, gain = random_norm(37, 129, 1.0, torch.float32)
-    norm = RMSNorm(129, 1e-6, SINGLE, dtype=torch.float32)
+    norm = RMSNorm(129, 1e-6, Region(SINGLE))
     norm.gain.data.copy_(gain)
     x, y = x.requires_grad_(), y.requires_grad_()
     stream = x + y

@@ -276,7 +276,7 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: str) -> None:
     torch._dynamo.reset()
     groups, sizes = ParallelGroups.single(), {"a": 64, "c": 32}
     layers = torch.nn.ModuleList(
-        ColumnParallelLinear(IN, sizes, Region(groups), matmul=LOW_BIT[name], dtype=torch.float32) for _ in range(3)
+        ColumnParallelLinear(IN, sizes, Region(groups), matmul=LOW_BIT[name]) for _ in range(3)
     )
     x, g = _random(1, 20, IN), _random(2, 20, 96)
     compiled = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
@@ -303,9 +303,7 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: str) -> None:
 @every_precision
 def test_weights_that_are_kept_are_not_rounded_again(name: str) -> None:
     """In every micro-batch of a step, forward and backward do not read the parameters."""
-    layer = ColumnParallelLinear(
-        IN, {"a": 64, "c": 32}, Region(ParallelGroups.single()), matmul=LOW_BIT[name], dtype=torch.float32
-    )
+    layer = ColumnParallelLinear(IN, {"a": 64, "c": 32}, Region(ParallelGroups.single()), matmul=LOW_BIT[name])
     for j, weight in enumerate(layer.parameters()):
         weight.data.copy_(_random(10 + j, *weight.shape))
     x, g = _random(1, 20, IN).requires_grad_(), _random(2, 20, 96)
@@ -349,10 +347,10 @@ def _gather_gradients(groups: ParallelGroups, dtype: torch.dtype, compiled: bool
     """Compare a row-parallel layer under sequence parallelism that gathers dY in 8 bits with one that gathers dY
     whole. Return the number of elements that differ, of the gradients of x and of the weight, and the bytes that were
     gathered."""
-    own, region, results = LOW_BIT["fp8"], Region(groups, sharded=True), []
+    own, region, results = LOW_BIT["fp8"], Region(groups, sharded=True, dtype=dtype), []
     x, grad = _random(1, 40, 32).to(dtype), _even(2 + groups.tp_rank, 20, 64).to(dtype)
     for matmul in (Whole(**vars(own)), own):
-        layer = RowParallelLinear(64, 64, region, matmul=matmul, dtype=dtype)
+        layer = RowParallelLinear(64, 64, region, matmul=matmul)
         with torch.no_grad():
             layer.weight.copy_(_random(3 + groups.tp_rank, 64, 32))
         if compiled:

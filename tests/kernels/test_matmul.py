@@ -83,10 +83,9 @@ def _close(actual: Tensor, expected: Tensor, rtol: float = 1e-12, atol: float = 
 
 def _layers(region: Region, joined: bool) -> nn.ModuleDict:
     """Return one layer of each kind, each with a value of its own."""
-    column = ColumnParallelLinear(
-        HIDDEN, {"a": INNER, "c": INNER}, region, matmul=Rounding(joined), dtype=torch.float64
-    )
-    row = RowParallelLinear(INNER, HIDDEN, region, matmul=Rounding(joined), dtype=torch.float64)
+    region = region._replace(dtype=torch.float64)
+    column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, region, matmul=Rounding(joined))
+    row = RowParallelLinear(INNER, HIDDEN, region, matmul=Rounding(joined))
     weight = nn.Parameter(torch.empty(VOCAB // region.groups.tp_size, HIDDEN).double())
     head = Head(weight, region, matmul=Rounding(joined))
     layers = nn.ModuleDict({"column": column, "row": row, "head": head})
@@ -195,8 +194,8 @@ def test_two_tensor_parallel_ranks_multiply_as_their_values_say() -> None:
 def test_gradients_are_those_of_autograd_bit_for_bit(dtype: torch.dtype) -> None:
     """If products of one input are not joined, they are added in the order in which autograd adds those of separate
     linear layers."""
-    groups = ParallelGroups.single()
-    layer = ColumnParallelLinear(HIDDEN, {"q": 16, "k": 8, "v": 8}, Region(groups), dtype=dtype)
+    region = Region(ParallelGroups.single(), dtype=dtype)
+    layer = ColumnParallelLinear(HIDDEN, {"q": 16, "k": 8, "v": 8}, region)
     with torch.no_grad():
         for seed, parameter in enumerate(layer.parameters()):
             parameter.copy_(_random(seed, *parameter.shape))

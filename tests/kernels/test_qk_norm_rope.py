@@ -60,7 +60,7 @@ def in_two_steps(
     q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply RMSNorm, then the rotary embedding, as separate modules of the model do."""
-    norm = RMSNorm(len(q_gain), eps, SINGLE, split_input=False, dtype=q.dtype)
+    norm = RMSNorm(len(q_gain), eps, Region(SINGLE, dtype=q.dtype), split_input=False)
     q, k, v = (x.unflatten(1, (-1, len(q_gain))) for x in (q, k, v))
     return apply_rotary(norm(q, q_gain), cos, sin), apply_rotary(norm(k, k_gain), cos, sin), v
 
@@ -139,13 +139,11 @@ def test_what_it_does_not_take_it_refuses(change: dict[str, Tensor], error: type
 ], ids=str)  # fmt: skip
 def test_joined_gradients_are_not_copied(matmul: Matmul, functions: tuple[AttentionFunction, ...]) -> None:
     """Nothing is copied behind the operator, nor behind attention that normalizes itself."""
-    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    region = Region(SINGLE, dtype=torch.bfloat16)
     tables = rotary_tables(torch.arange(32), 16, 10_000.0, None)
     for function in functions:
         operator = "normed_backward" if function.normalizes else "qk_norm_rope_gradients"
-        layer = attention.Attention(
-            layers(SHAPE, "before_rope")[0], function, Region(SINGLE), matmuls={"qkv": matmul}, **place
-        )
+        layer = attention.Attention(layers(SHAPE, "before_rope")[0], function, region, matmuls={"qkv": matmul})
         for weight in layer.parameters():
             nn.init.normal_(weight)
 

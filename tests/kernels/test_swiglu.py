@@ -90,8 +90,8 @@ def test_what_it_does_not_take_it_refuses() -> None:
 
 def backward_graph(matmul: Matmul) -> list[str]:
     """Return the operations in an MLP's backward pass."""
-    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    layer = mlp.MLP(layers(SHAPE)[0], Region(SINGLE), matmuls={"gate_up": matmul, "down": matmul}, **place)
+    region = Region(SINGLE, dtype=torch.bfloat16)
+    layer = mlp.MLP(layers(SHAPE)[0], region, matmuls={"gate_up": matmul, "down": matmul})
     for weight in layer.parameters():
         nn.init.normal_(weight)
     return backward_calls(lambda x: layer.down(layer(x)))
@@ -116,9 +116,8 @@ def test_both_casts_know_the_largest_magnitudes() -> None:
                 known.append(len(args) == 3 and args[2] is not None)
             return operator(*args, **(kwargs or {}))
 
-    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     matmuls = dict.fromkeys(("gate_up", "down"), LOW_BIT["int8"])
-    layer = mlp.MLP(layers(SHAPE)[0], Region(SINGLE), matmuls=matmuls, **place)
+    layer = mlp.MLP(layers(SHAPE)[0], Region(SINGLE, dtype=torch.bfloat16), matmuls=matmuls)
     for weight in layer.parameters():
         nn.init.normal_(weight, std=0.1)
     keep_weights(layer)

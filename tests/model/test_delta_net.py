@@ -395,11 +395,4 @@ def test_ranks_with_parts_of_heads_are_refused_by_the_module() -> None:
     cfg = tiny.config(0, model=HYBRID)
     groups = ParallelGroups(tiny.Topology(2, 2), rank=0)
     with pytest.raises(ValueError, match="needs tensor_parallel_size 1"):
-        DeltaNet(
-            layers(cfg.model)[0],
-            Recurrent(),
-            Region(groups),
-            matmuls={},
-            dtype=torch.float32,
-            device=CPU,
-        )
+        DeltaNet(layers(cfg.model)[0], Recurrent(), Region(groups), matmuls={})

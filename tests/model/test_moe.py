@@ -23,8 +23,8 @@ def mixture(dtype: torch.dtype, share: float = 1.0, matmuls: dict | None = None,
     cfg = ModelConfig(
         num_layers=1, hidden_size=HIDDEN, ffn_hidden_size=48, num_attention_heads=2, experts={**EXPERT, **experts}
     )
-    groups, place = ParallelGroups.single(), {"dtype": dtype, "device": None}
-    moe = MoE(layers(cfg)[0], Region(groups), matmuls=matmuls or {}, share=torch.tensor(share), **place)
+    region = Region(ParallelGroups.single(), dtype=dtype)
+    moe = MoE(layers(cfg)[0], region, matmuls=matmuls or {}, share=torch.tensor(share))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in moe.named_parameters():

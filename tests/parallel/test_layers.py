@@ -105,9 +105,9 @@ def _check_mlp(sequence_parallel: bool) -> None:
     y_dense = F.linear(torch.tanh(F.linear(x_dense, a_dense)) * F.linear(x_dense, c_dense), b_dense)
     y_dense.backward(g_full)
 
-    region, place = Region(groups, sequence_parallel), {"dtype": torch.float64, "device": torch.device("cpu")}
-    column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, region, **place)
-    row = RowParallelLinear(INNER, HIDDEN, region, **place)
+    region = Region(groups, sequence_parallel, torch.float64)
+    column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, region)
+    row = RowParallelLinear(INNER, HIDDEN, region)
     _fill(column.a, a, 0, groups)
     _fill(column.c, c, 0, groups)
     _fill(row.weight, b, 1, groups)
@@ -133,8 +133,8 @@ def _check_embedding(sequence_parallel: bool) -> None:
     y_dense = F.embedding(ids, dense)
     y_dense.backward(g_full)
 
-    region = Region(groups, sequence_parallel)
-    layer = VocabParallelEmbedding(VOCAB, HIDDEN, region, dtype=torch.float64)
+    region = Region(groups, sequence_parallel, torch.float64)
+    layer = VocabParallelEmbedding(VOCAB, HIDDEN, region)
     _fill(layer.weight, table, 0, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     y = finish_leave(layer(ids), region)
@@ -149,7 +149,7 @@ def _check_everything() -> None:
         _check_mlp(sequence_parallel)
         _check_embedding(sequence_parallel)
     with pytest.raises(ValueError, match=r"out_features of a \(9\) is not a multiple of tensor_parallel_size"):
-        ColumnParallelLinear(HIDDEN, {"a": 9}, Region(_groups()), dtype=torch.float32)
+        ColumnParallelLinear(HIDDEN, {"a": 9}, Region(_groups()))
     region = Region(_groups(), sharded=True)
     assert len(finish_leave(start_leave(torch.ones(4, 2), region), region)) == 4 // dist.get_world_size()
 
@@ -178,5 +178,5 @@ def test_a_shard_is_a_slice_along_the_dim_that_is_cut() -> None:
 def test_gradients_of_weights_with_one_x_are_joined(tp_size: int) -> None:
     """Tensor parallelism makes the matmuls thin. Elsewhere joining the gradients would only cost copies."""
     groups = ParallelGroups(Topology(tp_size, tp_size), rank=0)
-    layer = ColumnParallelLinear(HIDDEN, {"a": INNER, "b": INNER}, Region(groups), dtype=torch.float64)
+    layer = ColumnParallelLinear(HIDDEN, {"a": INNER, "b": INNER}, Region(groups))
     assert layer.matmul.joined == (tp_size == 2)
