@@ -167,7 +167,7 @@ def _generation(run: OpenRun) -> dict[str, Any]:
         return settings or {"bos_token_id": None, "eos_token_id": None}
     ends = ending_tokens(tokenizer, run.end_tokens, run.chat_templates.get("default"))
     # If the model was not trained on a bos token, it is an eos token that stands before every document.
-    bos = tokenizer.bos_id if run.text_prefix else tokenizer.eos_id
+    bos, *_ = *run.text_prefix, tokenizer.eos_id
     return {"bos_token_id": bos, **settings, "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 

@@ -26,7 +26,8 @@ from sagetrain.inference import windows
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Completion, Sampling, generate
-from sagetrain.inference.load import TrainedRun, at_context, load_run
+from sagetrain.inference.load import TrainedRun, at_context, load_run, open_run
+from sagetrain.interop import exporting
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of
@@ -281,6 +282,10 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
         export(tmp_path / name, tmp_path / f"{name}-hf")
         tokens = json.loads((tmp_path / f"{name}-hf/generation_config.json").read_text())
         assert (tokens["bos_token_id"], tokens["eos_token_id"]) == (BOS if prefix else EOS, EOS)
+    learned = open_run(tmp_path / "learned", print)
+    assert learned.tokenizer is not None
+    nameless = replace(learned, tokenizer=Tokenizer(learned.tokenizer.model, {"eos_token": "<|end|>"}))
+    assert exporting._generation(nameless)["bos_token_id"] == BOS  # The tokenizer puts it there without a name for it.
 
 
 # -- chats -----------------------------------------------------------------------------------------------------------

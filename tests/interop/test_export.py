@@ -48,6 +48,9 @@ RUNS: dict[str, tuple[str, bool, dict | None, int]] = {
 }
 
 
+GEMMA = {"norms": "sandwich", "activation": "geglu", "conventions": "gemma"}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The folder of the RUNS. Their vocabulary of 350 tokens is padded to 384."""
@@ -56,6 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         (root / name, saved_runs.config(root / name, qk_norm, tie_embeddings=tied, rope_scaling=scaling), tp_size)
         for name, (qk_norm, tied, scaling, tp_size) in RUNS.items()
     ]
+    configured.append((root / "gemma", saved_runs.config(root / "gemma", tie_embeddings=True, **GEMMA), 1))
     saved_runs.make(configured, model)
     return root
 
@@ -77,6 +81,11 @@ def test_logits_are_those_of_transformers(runs: Path, name: str, tmp_path: Path)
         == Tokenizer.load(runs / name / "tokenizer.model").eos_id
     )
     assert not [*tmp_path.glob(".writing-*")]
+
+
+def test_a_gemma_without_query_scale_has_the_width_of_its_heads(runs: Path, tmp_path: Path) -> None:
+    assert export(runs / "gemma", tmp_path / "out").architecture == "Gemma3ForCausalLM"
+    check_logits(tmp_path / "out", runs / "gemma")
 
 
 @pytest.mark.parametrize("own", [LLAMA3, YARN, YARN | {"attention_factor": 1.5, "truncate": False}])
