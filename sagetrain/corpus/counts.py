@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sagetrain.config.arguments import spelled
-from sagetrain.config.errors import many, some
-from sagetrain.corpus.encode import Encoded
+from sagetrain.config.errors import ConfigError, many, some
 from sagetrain.corpus.notes import FORGED, UNKNOWN, WRITTEN, Notes
 from sagetrain.corpus.records import Records
 
@@ -44,36 +43,33 @@ class Counts:
         return cls(**{key: record.get(key, nothing) for key, nothing in asdict(cls()).items()})
 
 
+@dataclass
 class Tally:
-    """The counts of all token files of a call, by "train" and "valid". What is left out counts in "train"."""
+    """The counts of a chunk or of all of a call, with notes about its records and texts."""
 
-    def __init__(self, sides: Iterable[str]):
-        self.counts = {side: Counts() for side in sides}
-        self.first_bad: str | None = None
-        """The mistake in the first bad line, and its place."""
-        self.notes = Notes()
-        """Further notes about the records."""
+    counts: dict[str, Counts]
+    """The counts of each token file, by "train" and "valid". What is left out counts in "train"."""
+    first_bad: str | None = None
+    """The mistake in the first bad line, and its place."""
+    notes: Notes = field(default_factory=Notes)
 
     @property
     def tokens(self) -> int:
         """The number of tokens in all files."""
         return sum(each.tokens for each in self.counts.values())
 
-    def add(self, encoded: Encoded) -> None:
-        """Add the counts of an encoded chunk."""
-        for side, part in encoded.parts.items():
-            self.counts[side].tokens += len(part.tokens)
-            self.counts[side].bytes += part.bytes
-            if part.counted is not None:
-                self.counts[side].counted_tokens += int(part.counted.sum())
-                self.counts[side].padding_tokens += part.padding
-        train = self.counts["train"]
-        train.empty_documents += encoded.empty_documents
-        train.bad_lines += encoded.bad_lines
-        train.cut_records += encoded.cut
-        train.too_long_records += encoded.too_long
-        self.first_bad = self.first_bad or encoded.first_bad
-        self.notes += encoded.notes
+    def add(self, other: Tally) -> None:
+        """Add the counts of a chunk."""
+        for side, own in self.counts.items():
+            both = zip(astuple(own), astuple(other.counts[side]), strict=True)
+            self.counts[side] = Counts(*map(sum, both))
+        self.first_bad = self.first_bad or other.first_bad
+        self.notes += other.notes
+
+    def leave_out(self, bad: ConfigError) -> None:
+        """Count a bad line, and keep the mistake of the first one."""
+        self.counts["train"].bad_lines += 1
+        self.first_bad = self.first_bad or str(bad)
 
     def sentences(
         self, outputs: Mapping[str, Path], records: Records | None, prefix: Sequence[int] = ()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -21,7 +21,8 @@ import numpy as np
 
 from sagetrain.config.arguments import from_python, speak_python
 from sagetrain.config.errors import ConfigError
-from sagetrain.corpus.chunk import HASHED_BYTES, Chunk, Place, place_of
+from sagetrain.corpus.chunk import HASHED_BYTES, Chunk, place_of
+from sagetrain.corpus.counts import Counts, Tally
 from sagetrain.corpus.long_texts import between_seams, pieces
 from sagetrain.corpus.messages import texts_in
 from sagetrain.corpus.notes import APART, ENDLESS, FORGED, REPEATED, UNKNOWN, UNREAD, WRITTEN, Notes
@@ -40,33 +41,19 @@ class EncodedPart:
 
     tokens: np.ndarray
     lengths: np.ndarray
-    bytes: int
     counted: np.ndarray | None = None
     """For records: which tokens count in the loss, bool."""
-    padding: int = 0
-    """For records: padding tokens between records."""
 
 
 @dataclass
 class Encoded:
     """A chunk as tokens."""
 
+    chunk: Chunk
+    """The chunk without its texts, with its place in the corpus."""
     parts: dict[str, EncodedPart]
-    empty_documents: int
-    bad_lines: int
-    first_bad: str | None
-    """The mistake in the first bad line, and its place."""
-    continues: bool
-    input: str
-    consumed: int
-    after: Place | None
-    """The place up to which the corpus has been read, as in Chunk."""
-    cut: int = 0
-    """Records that were longer than a sequence, and were cut at its end."""
-    too_long: int = 0
-    """Records that were left out because nothing was left that counts in the loss."""
-    notes: Notes = field(default_factory=Counter)
-    """Further notes about the records (notes.py)."""
+    """The documents, by "train" and "valid"."""
+    tally: Tally
 
 
 @dataclass
@@ -98,21 +85,25 @@ class Encoder:
         self._is_control[[*self.tokenizer.control_tokens, *self.tokenizer.unknown_tokens]] = True
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        encoded = self._encode_records(chunk, self.records) if self.records else self._encode_texts(chunk)
-        encoded.notes.update({(REPEATED, repr(key)): count for key, count in chunk.repeated.items()})
-        return encoded
+        tally = Tally({"train": Counts(), "valid": Counts()})
+        parts = self._encode_records(chunk, self.records, tally) if self.records else self._encode_texts(chunk, tally)
+        for side, part in parts.items():
+            tally.counts[side].tokens = len(part.tokens)
+        tally.notes.update({(REPEATED, repr(key)): count for key, count in chunk.repeated.items()})
+        # What a worker sends back has nothing of the texts.
+        read = replace(chunk, records=[], split_key=None, before=b"", behind=b"")
+        return Encoded(read, parts, tally)
 
-    def _encode_texts(self, chunk: Chunk) -> Encoded:
+    def _encode_texts(self, chunk: Chunk, tally: Tally) -> dict[str, EncodedPart]:
         tokens: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
-        num_bytes = {"train": 0, "valid": 0}
-        empty, bad, around, notes = 0, [], Counter[int](), Notes()
+        around = Counter[int]()
         texts = list(chunk.texts(self.text_key, self.skip_bad_lines))
         for number, text in enumerate(texts, 1):
             if text is None:
-                empty += 1
+                tally.counts["train"].empty_documents += 1
                 continue
             if isinstance(text, ConfigError):
-                bad.append(text)
+                tally.leave_out(text)
                 continue
             begins, ends = number > 1 or not chunk.continues, number < len(texts) or not chunk.unfinished
             before, behind = self.prefix if begins else [], [self.tokenizer.eos_id] if ends else []
@@ -125,17 +116,15 @@ class Encoder:
             around.update([*before, *behind])
             side = self._side(chunk.split_key or data[:HASHED_BYTES])
             tokens[side].append(np.concatenate(document))
-            num_bytes[side] += len(data)
+            tally.counts[side].bytes += len(data)
         parts = {
-            side: EncodedPart(np.concatenate(every), np.array([len(each) for each in every]), num_bytes[side])
+            side: EncodedPart(np.concatenate(every), np.array([len(each) for each in every]))
             for side, every in tokens.items()
             if every
         }
-        first_bad = str(bad[0]) if bad else None
         for part in parts.values():
-            self._note_written(part.tokens, around, notes)
-        place = chunk.continues, chunk.input, chunk.consumed, chunk.after
-        return Encoded(parts, empty, len(bad), first_bad, *place, notes=notes)
+            self._note_written(part.tokens, around, tally.notes)
+        return parts
 
     def _note_written(self, tokens: np.ndarray, around: Counter[int], notes: Notes) -> None:
         """Count the control tokens that are written in texts, and unknown tokens. `around` are the control tokens that
@@ -146,26 +135,24 @@ class Encoder:
             notes[sentence, repr(self.tokenizer.spelling(token))] += count
         around.subtract(found & around)
 
-    def _encode_records(self, chunk: Chunk, records: Records) -> Encoded:
+    def _encode_records(self, chunk: Chunk, records: Records, tally: Tally) -> dict[str, EncodedPart]:
         """Pack the records of each side into sequences of seq_length. Records stay whole unless one alone is longer."""
         sides: dict[str, list[_Record]] = {"train": [], "valid": []}
-        cut, bad, notes = 0, [], Notes({(UNREAD, name): len(chunk.records) for name in chunk.unread})
-        keys = None if records.templated else records.fields
-        found = list(chunk.values(partial(self._encode_record, records, notes), self.skip_bad_lines, keys))
-        for each in found:
+        counts, keys = tally.counts["train"], None if records.templated else records.fields
+        tally.notes.update({(UNREAD, name): len(chunk.records) for name in chunk.unread})
+        for each in chunk.values(partial(self._encode_record, records, tally.notes), self.skip_bad_lines, keys):
             if isinstance(each, ConfigError):
-                bad.append(each)
+                tally.leave_out(each)
                 continue
-            if len(each.tokens) > records.seq_length:
-                each.tokens, each.counted = each.tokens[: records.seq_length], each.counted[: records.seq_length]
-                cut += bool(each.counted.any())
-            if each.counted.any():
+            longer, there = len(each.tokens) > records.seq_length, each.counted[: records.seq_length].any()
+            each.tokens, each.counted = each.tokens[: records.seq_length], each.counted[: records.seq_length]
+            counts.cut_records += bool(longer and there)
+            counts.too_long_records += not there
+            if there:
                 sides[self._side(each.text[:HASHED_BYTES])].append(each)
-        parts = {side: self._packed(rows, records.seq_length) for side, rows in sides.items() if rows}
-        too_long = len(found) - len(bad) - sum(map(len, sides.values()))
-        first_bad = str(bad[0]) if bad else None
-        place = chunk.continues, chunk.input, chunk.consumed, chunk.after
-        return Encoded(parts, 0, len(bad), first_bad, *place, cut, too_long, notes)
+        return {
+            side: self._packed(rows, records.seq_length, tally.counts[side]) for side, rows in sides.items() if rows
+        }
 
     def _encode_record(self, records: Records, notes: Notes, record: dict[str, Any]) -> _Record:
         parts = records.parts(record, self.tokenizer.special_tokens, notes)
@@ -196,9 +183,10 @@ class Encoder:
                 return False
         return False
 
-    def _packed(self, rows: list[_Record], seq_length: int) -> EncodedPart:
-        """Put each record, the longest first, into the first sequence that has room for it. The room that is left at
-        the end of a sequence belongs to its last record, so that there are no more documents than records."""
+    def _packed(self, rows: list[_Record], seq_length: int, counts: Counts) -> EncodedPart:
+        """Put each record, the longest first, into the first sequence that has room for it, and count what is there.
+        The room that is left at the end of a sequence belongs to its last record, so that there are no more documents
+        than records."""
         rows = sorted(rows, key=lambda row: -len(row.tokens))
         room = np.full(len(rows), seq_length)
         sequences: list[list[_Record]] = []
@@ -214,9 +202,10 @@ class Encoder:
             counted += [*(row.counted for row in sequence), np.zeros(left, bool)]
             lengths += [len(row.tokens) for row in sequence]
             lengths[-1] += left
-        padding = int(room[: len(sequences)].sum())
-        num_bytes = sum(len(row.text) for row in rows)
-        return EncodedPart(np.concatenate(tokens), np.array(lengths), num_bytes, np.concatenate(counted), padding)
+        counts.padding_tokens = int(room[: len(sequences)].sum())
+        counts.bytes = sum(len(row.text) for row in rows)
+        counts.counted_tokens = sum(int(row.counted.sum()) for row in rows)
+        return EncodedPart(np.concatenate(tokens), np.array(lengths), np.concatenate(counted))
 
     def _side(self, key: bytes) -> str:
         return "valid" if self.valid_fraction and place_of(key) < self.valid_fraction * 2**64 else "train"

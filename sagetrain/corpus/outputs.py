@@ -50,7 +50,7 @@ class Outputs:
 
     def __init__(self, there: Destination, writers: Mapping[str, TokenFileWriter]):
         self._there, self._writers = there, writers
-        self._journal, self._tally = Journal(there.train), Tally(writers)
+        self._journal, self._tally = Journal(there.train), Tally({side: Counts() for side in writers})
         self._left: Unfinished | None = None
         self._made_from: dict[str, Any]
         self._corpus: Corpus
@@ -86,9 +86,9 @@ class Outputs:
             left = None
         if left:
             place, done = left.place, left.progress
-            self._tally.counts = {side: Counts(**recorded) for side, recorded in left.counts.items()}
-            self._tally.first_bad = left.first_bad
-            self._tally.notes = Notes({(sentence, key): count for sentence, key, count in left.notes})
+            counts = {side: Counts(**recorded) for side, recorded in left.counts.items()}
+            notes = Notes({(sentence, key): count for sentence, key, count in left.notes})
+            self._tally = Tally(counts, left.first_bad, notes)
         for side, writer in self._writers.items():
             written = left.written[side] if left else None
             writer.begin(encoder.tokenizer.vocab_size, written, masked=encoder.records is not None)
@@ -104,11 +104,11 @@ class Outputs:
         with Progress(self._corpus, place, self._begun.progress, shown) as progress:
             for encoded in encode(self._corpus.chunks(place), self._encoder, num_workers):
                 for side, part in encoded.parts.items():
-                    self._writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)
-                self._tally.add(encoded)
+                    self._writers[side].add(part.tokens, part.lengths, encoded.chunk.continues, part.counted)
+                self._tally.add(encoded.tally)
                 progress.update(encoded)
-                if encoded.after and journal.due:
-                    journal.write(self._so_far(encoded.after, progress.done), self._trained)
+                if encoded.chunk.after and journal.due:
+                    journal.write(self._so_far(encoded.chunk.after, progress.done), self._trained)
         records = self._encoder.records
         for side, writer in self._writers.items():
             if records and writer.num_tokens:  # A sample reads the token after its sequence as well.

@@ -66,14 +66,14 @@ class Progress:
 
     def update(self, encoded: Encoded) -> None:
         """Move the bar to the end of an encoded chunk."""
-        tokens = sum(len(part.tokens) for part in encoded.parts.values())
+        tokens, chunk = encoded.tally.tokens, encoded.chunk
         self._tokens += tokens
         if self._bar.total is None:
             self._bar.update(tokens)
             return
-        if encoded.input != self._input:
-            self._input, self._consumed = encoded.input, 0
+        if chunk.input != self._input:
+            self._input, self._consumed = chunk.input, 0
         rate = self._tokens / (time.monotonic() - self._begin + 1e-9)
         self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
-        self._bar.update(encoded.consumed - self._consumed)
-        self._consumed = encoded.consumed
+        self._bar.update(chunk.consumed - self._consumed)
+        self._consumed = chunk.consumed

@@ -81,10 +81,10 @@ class Raw:
 
     def __iter__(self) -> Iterator[Piece]:
         for encoded in encode(self._corpus.chunks(), self._encoder, 1):
-            for part in encoded.parts.values():
+            for side, part in encoded.parts.items():
                 begins = np.cumsum(part.lengths) - part.lengths
-                begins = begins[1:] if encoded.continues else begins
-                self.bytes = (self.bytes or 0) + part.bytes
+                begins = begins[1:] if encoded.chunk.continues else begins
+                self.bytes = (self.bytes or 0) + encoded.tally.counts[side].bytes
                 tokens = part.tokens.astype(np.int64)
                 _leave_out(tokens, begins, len(self._encoder.prefix))
                 yield tokens, begins

@@ -20,7 +20,9 @@ import sagetrain
 from prepare_inputs import TEXTS, documents, make_texts, prepare, published_tokenizer, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.corpus import encode, files, token_writer
-from sagetrain.corpus.chunk import Place
+from sagetrain.corpus.chunk import Chunk, Place
+from sagetrain.corpus.counts import Tally
+from sagetrain.corpus.encode import Encoded
 from sagetrain.corpus.files import CHUNK_BYTES
 from sagetrain.corpus.progress import Progress
 from sagetrain.corpus.request import TextRequest
@@ -283,7 +285,7 @@ def test_progress_in_a_log_is_whole_lines(tmp_path, capsys, monkeypatch):
     def shown() -> str:
         with Progress(corpus, Place(), 0) as progress:
             for each in range(1, 6):
-                progress.update(SimpleNamespace(parts={}, input="a", consumed=100 * each))
+                progress.update(Encoded(Chunk("a", "line", 1, [], 100 * each, input="a"), {}, Tally({})))
         return capsys.readouterr().err
 
     assert shown() == ""
