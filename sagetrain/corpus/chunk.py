@@ -38,6 +38,8 @@ class Place:
     offset: int = 0
     """The byte after those records, where reading can begin. 0: reading begins at the beginning of the input and skips
     the records, which costs far less than turning them into tokens."""
+    parts: int = 0
+    """Number of parts of the next record that have been read, if it is a file that is one document."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Chunk:
     offset: int = 0
     """The byte after the chunk where reading can begin, as in Place."""
     after: Place | None = None
-    """The place up to which the corpus has been read with this chunk. None inside of a document."""
+    """The place up to which the corpus has been read with this chunk. None inside of a document that is not a whole
+    file."""
     before: bytes = b""
     """The last bytes of the document's part in the chunk before, if the first record continues it."""
     behind: bytes = b""

@@ -121,16 +121,18 @@ class Corpus:
         """Yield the chunks after `start`."""
         start = start or Place()
         for number, each in enumerate(self.inputs[start.input :], start.input):
-            place, done = start if number == start.input else Place(number), None
+            place, done, parts = start if number == start.input else Place(number), None, 0
             for chunk in each.read(place):
                 done = chunk.first - 1 if done is None else done
                 known, done = place.records - done, done + len(chunk.records) - chunk.unfinished
-                if known >= len(chunk.records):
+                parts = parts + 1 if chunk.unfinished else 0
+                if known >= len(chunk.records) or (known == 0 and 0 < parts <= place.parts):
                     continue
                 if known > 0:
                     chunk.first, chunk.records = chunk.first + known, chunk.records[known:]
-                if not chunk.unfinished:
-                    chunk.after = Place(number, done, chunk.offset)
+                # Other long documents may be cut elsewhere when reading begins at another byte.
+                if not chunk.unfinished or chunk.unit == "file":
+                    chunk.after = Place(number, done, chunk.offset, parts)
                 chunk.input = each.name
                 yield chunk
 

@@ -95,6 +95,7 @@ class TokenFileWriter:
                 f"{self.path}.*.partial to start over"
             )
         self.num_tokens, self.num_documents = written["tokens"], written["documents"]
+        self._open_length = written.get("open", 0)  # An older version closed its last document.
 
     def add(
         self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False, counted: np.ndarray | None = None
@@ -135,11 +136,11 @@ class TokenFileWriter:
         self._open_length = int(lengths[-1])
 
     def written(self) -> dict[str, Any]:
-        """Bring all whole documents that were added to the disk, and return what another writer needs to continue."""
-        self._close_document()
+        """Bring everything that was added to the disk, and return what another writer needs to continue."""
         self._to_disk()
         mask = {"mask_sha256": self._mask_hash.hexdigest()} if self._mask else {}
-        return {"tokens": self.num_tokens, "documents": self.num_documents, "sha256": self._hash.hexdigest(), **mask}
+        ended = {"tokens": self.num_tokens, "documents": self.num_documents, "open": self._open_length}
+        return {**ended, "sha256": self._hash.hexdigest(), **mask}
 
     def finish(self) -> None:
         """Complete the partial files and bring them to the disk."""
