@@ -25,7 +25,7 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec,
     return None
 
 
-def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> Engine:
+def build_engine(cfg: RunConfig, model: Transformer) -> Engine:
     """Build the engine of a run for its model; collective. Raises ConfigError if DeepSpeed keeps weights in an order
     that checkpoints do not know, or is told to use another device.
 
@@ -36,5 +36,5 @@ def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> 
     if Layout.of(cfg).engine == "fsdp":
         from sagetrain.engines import fsdp
 
-        return fsdp.FsdpEngine(cfg, model, groups)
-    return deepspeed_engine.DeepSpeedEngine(cfg, model, groups)
+        return fsdp.FsdpEngine(cfg, model)
+    return deepspeed_engine.DeepSpeedEngine(cfg, model)

@@ -14,9 +14,21 @@ import torch
 from torch import Tensor
 
 from sagekernels.sums import add_parts
+from sagetrain.config.layout import Layout
 from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.sharding import Unit
-from sagetrain.parallel.copies import Memory
+from sagetrain.parallel.copies import Memory, memory_of
+
+
+def reduction_of(
+    layout: Layout, units: Sequence[Unit], leaves: Mapping[str, Tensor], masters: Mapping[str, Tensor]
+) -> Reduction | None:
+    """Return the reduction of an engine without FSDP's hooks. None: a single replica has nothing to reduce."""
+    if layout.reduced == "never":
+        return None
+    if layout.zero_stage == 3 and (memory := memory_of(units[0].ranks.shards)):
+        return CopiedReduction(units, leaves, masters, memory)
+    return Reduction(units, leaves, masters, adds=layout.reduced == "in every micro-step")
 
 
 class _Sent(NamedTuple):

@@ -42,7 +42,7 @@ from sagetrain.checkpoint.stateful import Owned
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.copied_reduction import CopiedReduction
+from sagetrain.engines.copied_reduction import reduction_of
 from sagetrain.engines.gather import how_gathered
 from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
 from sagetrain.engines.gradients import Decision, StepGradients
@@ -52,11 +52,10 @@ from sagetrain.engines.model_weights import GatheredWeights, PassingWeights, Res
 from sagetrain.engines.piped import Piped, StagePasses
 from sagetrain.engines.protocol import Probe, every
 from sagetrain.engines.recorder import Recorder, recorder_of
-from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.replayed import Replayed
 from sagetrain.engines.replayed_stage import ReplayedPipe
 from sagetrain.engines.room import Room
-from sagetrain.engines.sharding import gather_once, ranks_of, ranks_of_experts, shard_model, units
+from sagetrain.engines.sharding import gather_once, shard_model, units
 from sagetrain.engines.shards import Shards
 from sagetrain.engines.step import Engine
 from sagetrain.model.chunks import ModelChunk
@@ -64,9 +63,7 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
-from sagetrain.parallel.copies import memory_of
 from sagetrain.parallel.pipeline import Pipe
-from sagetrain.parallel.topology import ParallelGroups
 
 
 class FsdpEngine(Engine, StagePasses):
@@ -76,25 +73,22 @@ class FsdpEngine(Engine, StagePasses):
         model: a model that was made with `partitioner`.
     """
 
-    def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> None:
+    def __init__(self, cfg: RunConfig, model: Transformer) -> None:
+        groups, offload = model.groups, cfg.parallel.offload
         device, layout = cast(Any, next(model.parameters())).shard.device, Layout.of(cfg, groups.topology.world_size)
         # This comes first, because recordings are made on another stream than the default one.
         record, by_host = recorder_of(cfg.training.cuda_graphs, layout.not_recorded, model, device)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
-        shown = StepGradients(model, groups, device, 0.0, layout.copies, layout.expert_copies)
-        super().__init__(model, groups, device, shown)
-        self._stage = layout.zero_stage
-        stage, offload, unhooked = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
-        passing, resident = unhooked and stage == 3, unhooked and stage < 3
+        shown = StepGradients(model, device, 0.0, layout.copies, layout.expert_copies)
+        super().__init__(model, device, shown)
+        stage, unhooked = layout.zero_stage, layout.hooks == "never"
+        passing, self._stage = unhooked and stage == 3, stage
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = model.share
-        ranks = ranks_of(groups, layout, device)
-        self.units = units(
-            model, ranks, layout.replicas, ranks_of_experts(groups, layout, device), layout.calls_experts
-        )
+        parts = units(model, layout, device)
         hooked = stage == 3 and not unhooked
-        parameters = shard_model(model, self.units, device, dtype, reshard=hooked, offloaded=offload != "none")
+        parameters = shard_model(model, parts, device, dtype, reshard=hooked, offloaded=offload != "none")
         self.settings = {
             "zero_stage": stage,
             "shard_size": layout.shards,
@@ -102,39 +96,35 @@ class FsdpEngine(Engine, StagePasses):
             "param_dtype": str(dtype),
             "reduce_dtype": str(torch.float32),
             "reshard_after_forward": stage == 3,
-            "gathers": how_gathered(self.units, device, by_hooks=not passing),
+            "gathers": how_gathered(parts, device, by_hooks=not passing),
             "gradient_sync": "every micro-step" if stage > 1 else "last micro-step",
             "offload": offload,
             "micro_steps": f"launched by the host: {by_host}" if by_host else "as CUDA graphs",
         }
-        gathered = gather_once(model, self.units, stay=unhooked, pass_by=passing)
-        rules = groups_of(model.every_spec.values(), cfg)
-        updated = rules, partial(build_optimizer, cfg), layout.replicas, cfg.optimizer.clip_grad or math.inf
-        self._shards = Shards(model, parameters, self.units, groups, device, *updated)
-        kept = KeptWeights(resident and device.type == "cuda") if stage < 3 and cfg.linear.low_bit else None
-        of_model, masters = (model, self.units, gathered, kept), self._shards.masters
+        gathered = gather_once(model, parts, stay=unhooked, pass_by=passing)
+        rules, build = groups_of(model.every_spec.values(), cfg), partial(build_optimizer, cfg)
+        largest = cfg.optimizer.clip_grad or math.inf
+        self._shards = Shards(model, parameters, parts, device, rules, build, layout.replicas, largest)
+        masters = self._shards.masters
+        kept = KeptWeights(unhooked and device.type == "cuda") if stage < 3 and cfg.linear.low_bit else None
         pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
         self._weights: GatheredWeights
         self._sums: ShardedSums
         if unhooked:
-            passed, stays = (model, self.units, gathered, masters), (*of_model, masters)
-            whole = PassingWeights(*passed) if passing else ResidentWeights(*stays)
-            self._weights, reduction = whole, None
-            if layout.reduced != "never":
-                reduced, memory = (self.units, whole.leaves, masters), memory_of(ranks.shards) if passing else None
-                adds = layout.reduced == "in every micro-step"
-                reduction = CopiedReduction(*reduced, memory) if memory else Reduction(*reduced, adds)
+            whole = ResidentWeights(model, parts, gathered, kept, masters) if stage < 3 else None
+            self._weights = whole = whole or PassingWeights(model, parts, gathered, masters)
+            reduction = reduction_of(layout, parts, whole.leaves, masters)
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
             if record:
                 recorder = Recorder(self, record, whole, sums, timed=cfg.training.cuda_graphs == "auto")
                 self._traversal = ReplayedPipe(self, pipe, dtype, recorder) if pipe else Replayed(self, recorder)
         else:
-            self._weights = GatheredWeights(*of_model)
+            self._weights = GatheredWeights(model, parts, gathered, kept)
             # At ZeRO 2 and 3 gradients come to the host in every micro-step.
             self._sums = (HostSums if offload != "none" and stage > 1 else ShardedSums)(parameters, masters)
         if groups.ep_size > 1:
             self.room = Room(model, cfg.parallel.expert_room, device)
-        self._hooks = Hooks(model, layout, isinstance(self._sums, HostSums), self.units)
+        self._hooks = Hooks(model, layout, isinstance(self._sums, HostSums), parts)
         if pipe and not record:
             self._traversal = Piped(self, pipe, dtype)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from sagetrain.engines.protocol import Observers
 from sagetrain.engines.room import METRIC as METRIC_OF_ROOM
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
 from sagetrain.stability.spikes import Verdict
 
@@ -34,16 +33,10 @@ class StepGradients:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        groups: ParallelGroups,
-        device: torch.device,
-        clip: float,
-        copies: int,
-        expert_copies: int = 1,
+        self, model: Transformer, device: torch.device, clip: float, copies: int, expert_copies: int = 1
     ) -> None:
-        self._groups, self._device, self._clip, self._copies = groups, device, clip, copies
-        self._layers = LayerSquares(model.every_spec.values(), groups, device, copies / expert_copies)
+        self.groups, self.device, self._clip, self._copies = model.groups, device, clip, copies
+        self._layers = LayerSquares(model.every_spec.values(), model.groups, device, copies / expert_copies)
         self.begin(None)
 
     def begin(self, noise: GradientNoise | None) -> None:
@@ -61,7 +54,7 @@ class StepGradients:
             self._noise.of_step(found)
         # Ranks that own no gradients also need the zeros.
         if by_layer and not len(self._squares):
-            self._squares = torch.zeros(len(self._layers.place), dtype=torch.float64, device=self._device)
+            self._squares = torch.zeros(len(self._layers.place), dtype=torch.float64, device=self.device)
         for name, part in found if by_layer else ():
             self._squares[self._layers.place[name]] += torch.linalg.vector_norm(part).double().square()
 
@@ -76,7 +69,7 @@ class StepGradients:
             self._noise.finish(micro_batches, clipped, self._copies)
         if len(self._squares):
             self._layers.add(f"{_LAYER}*", self._squares, clipped**-2, self._copies)
-        found = self._groups.metrics.reduce(self._device)
+        found = self.groups.metrics.reduce(self.device)
         layers = [name for name in found if name.startswith(_LAYER)]
         return found, {name.removeprefix(_LAYER): math.sqrt(found.pop(name)) for name in layers}
 
@@ -85,10 +78,8 @@ class Decision:
     """The decision on one step: whether its update is made. It is made once and is the same on all ranks, as soon as an
     engine knows the gradient norm."""
 
-    def __init__(
-        self, observers: Observers, groups: ParallelGroups, gradients: StepGradients, device: torch.device
-    ) -> None:
-        self._observers, self._groups, self._gradients, self._device = observers, groups, gradients, device
+    def __init__(self, observers: Observers, gradients: StepGradients) -> None:
+        self._observers, self._gradients = observers, gradients
         self.metrics: dict[str, float] = {}
         """The step's numbers over all ranks. The dict is filled when the decision is made."""
         self.verdict: Verdict | None = None
@@ -104,11 +95,12 @@ class Decision:
                 train/grad_norm to the metrics itself.
         """
         if self.verdict is None:
+            groups, device = self._gradients.groups, self._gradients.device
             if norm is not None:
-                self._groups.metrics.mean("train/grad_norm", norm)
+                groups.metrics.mean("train/grad_norm", norm)
             # Pipeline stages measure their own layers.
             differ = self._observers.probes or self._observers.watch
-            self.metrics = self._groups.metrics.reduce(self._device, self._groups.pp_group if differ else None)
+            self.metrics = groups.metrics.reduce(device, groups.pp_group if differ else None)
             self.lacked_room = self.metrics.pop(METRIC_OF_ROOM, 0.0) > 0
             self.verdict = Verdict(apply=False) if self.lacked_room else self._observers.judge(self.metrics)
         return self.verdict.apply

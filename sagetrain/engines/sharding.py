@@ -82,7 +82,7 @@ class UnitRanks:
         return rows_of(rows, self.shards.size(), self.shards.rank())
 
 
-def ranks_of(groups: ParallelGroups, layout: Layout, device: torch.device) -> UnitRanks:
+def _ranks_of_all(groups: ParallelGroups, layout: Layout, device: torch.device) -> UnitRanks:
     """Return the ranks that have the same tensor-parallel slices, some neighbours of which shard the slices between
     them; collective."""
     whole = groups.replica_group
@@ -90,7 +90,7 @@ def ranks_of(groups: ParallelGroups, layout: Layout, device: torch.device) -> Un
     return _ranks(groups, whole, groups.topology.replica_ranks(groups.rank), layout.shards, groups.tp_size, device)
 
 
-def ranks_of_experts(groups: ParallelGroups, layout: Layout, device: torch.device) -> UnitRanks | None:
+def _ranks_of_experts(groups: ParallelGroups, layout: Layout, device: torch.device) -> UnitRanks | None:
     """Return the ranks that have the same experts, some neighbours of which shard the experts between them; collective.
     None: the experts have the ranks of everything else."""
     if groups.ep_size == 1:
@@ -154,15 +154,13 @@ class Unit(NamedTuple):
     """Whether the weights are fp32 in a model of any dtype."""
 
 
-def units(
-    model: Transformer, ranks: UnitRanks, divisor: int, of_experts: UnitRanks | None = None, called: bool = False
-) -> list[Unit]:
+def units(model: Transformer, layout: Layout, device: torch.device) -> list[Unit]:
     """Return the groups of a model's parameters: all that is outside of the blocks, with the gains of all norms, then
-    each block, then the experts of each block if they have ranks of their own, then the routers of all blocks.
-
-    Args:
-        called: let each block call its experts if these have ranks of their own, so that hooks gather their weights.
-    """
+    each block, then the experts of each block if they have ranks of their own, then the routers of all blocks;
+    collective. Experts with ranks of their own are told whether their blocks call them, so that hooks gather their
+    weights."""
+    ranks = _ranks_of_all(model.groups, layout, device)
+    of_experts, called = _ranks_of_experts(model.groups, layout, device), layout.calls_experts
     gains, mixtures = {norm.gain for norm in _norms(model)}, _mixtures(model)
     routers, experts = [moe.router for moe in mixtures], [moe.experts for moe in mixtures if of_experts]
     module_of: dict[nn.Parameter, nn.Module] = {
@@ -174,7 +172,7 @@ def units(
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     for parameter in dict.fromkeys(p for module in _children_first(model) for p in module.parameters(recurse=False)):
         names[module_of.get(parameter, model)].append(name_of[parameter])
-    found = [Unit(module, tuple(some), ranks, divisor) for module, some in names.items()]
+    found = [Unit(module, tuple(some), ranks, layout.replicas) for module, some in names.items()]
     if of_experts is not None:
         own = partial(Unit._replace, ranks=of_experts, apart=not called)
         found = [own(each) if each.module in experts else each for each in found]

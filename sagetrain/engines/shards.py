@@ -20,7 +20,6 @@ from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import Group
 from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.balance import Balance
 
 
@@ -51,14 +50,14 @@ class Shards:
         model: Transformer,
         parameters: Mapping[str, Any],
         units: Sequence[Unit],
-        groups: ParallelGroups,
         device: torch.device,
         rules: Sequence[Group],
         build: Callable[[Group, Sequence[TensorPiece], dist.ProcessGroup | None], Optimizer],
         replicas: int,
         largest_norm: float,
     ) -> None:
-        self._specs, self._here, self._groups, self._device = model.every_spec, model.specs, groups, device
+        groups, self._specs, self._here, self._device = model.groups, model.every_spec, model.specs, device
+        self._groups = groups
         self._largest_norm = largest_norm
         # Of tensors of other pipeline stages nothing is kept, by the same ranks as of those outside of blocks.
         self._ranks = dict.fromkeys(model.every_spec, units[0].ranks)

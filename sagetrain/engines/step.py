@@ -28,7 +28,6 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.digest import word_sum
 from sagetrain.parallel.metrics import Metrics, ratio, root_mean_square
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.replica_check import METRIC, ReplicaCheck
 
 
@@ -43,10 +42,8 @@ class Engine(Passes):
         gradients: what observers are shown of a step's gradients.
     """
 
-    def __init__(
-        self, model: Transformer, groups: ParallelGroups, device: torch.device, gradients: StepGradients
-    ) -> None:
-        super().__init__(model, groups, device)
+    def __init__(self, model: Transformer, device: torch.device, gradients: StepGradients) -> None:
+        super().__init__(model, device)
         self.optimizer_steps = 0
         """The number of updates that the optimizer's state has seen, those before a resume included."""
         self.room: Room | None = None
@@ -151,7 +148,7 @@ class Engine(Passes):
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
         self._gradients.begin(observers.noise)
-        decision = Decision(observers, self.groups, self._gradients, self.device)
+        decision = Decision(observers, self._gradients)
         applied = self._update(decision)
         self.optimizer_steps += applied
         self._weights_written()

@@ -21,15 +21,14 @@ from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Observers, Watched
 from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.digest import word_sum
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.replica_check import Hashes
 
 
 class Passes(ABC):
     """The passes of an engine through its model, which a traversal puts in order."""
 
-    def __init__(self, model: Transformer, groups: ParallelGroups, device: torch.device) -> None:
-        self.model, self.groups, self.device = model, groups, device
+    def __init__(self, model: Transformer, device: torch.device) -> None:
+        self.model, self.groups, self.device = model, model.groups, device
 
     @abstractmethod
     def run(self, inputs: Mapping[str, Any]) -> Tensor:

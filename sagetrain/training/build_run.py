@@ -329,7 +329,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     compiled = compiles(cfg.training.compile, met.device)
     if compiled:
         compile_blocks(model, hooks=layout.engine == "fsdp", inner_hooks=layout.calls_experts)
-    engine = build_engine(cfg, model, met.groups)
+    engine = build_engine(cfg, model)
     said = start_lines(cfg, engine, vocab_size, compiled, settled.reasons)
     met.reporter.say("\n".join(said[:3]))
     for line in said[3:]:

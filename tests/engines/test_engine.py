@@ -30,8 +30,9 @@ class Linear(nn.Module):
     """A model with loss = -sum(weight * tokens). The gradient is the tokens, so SGD at lr 1 adds their mean over the
     batch."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, groups: ParallelGroups):
         super().__init__()
+        self.groups = groups
         self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
         self.specs = self.every_spec = {"weight": tiny.spec(4)}
         self.chunks = (whole(0),)
@@ -55,7 +56,7 @@ def exact_sgd() -> dict[tuple[int, str], list[tuple[int, float, float]]]:
 def moves_of(groups: ParallelGroups, stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     cfg = tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}, parallel=BY_DEEPSPEED)
-    engine = build_engine(tiny.on(cfg, groups), Linear(dtype), groups)
+    engine = build_engine(tiny.on(cfg, groups), Linear(dtype, groups))
     before, seen = 0.0, []
     for accumulation in ACCUMULATIONS:
         # One micro-batch has 64 on rank 0, and all others have 1/8, which would be lost if anything were added up in

@@ -57,7 +57,7 @@ def compiled(cfg: RunConfig, groups: ParallelGroups) -> Engine:
         tiny.compile_first_rank(model, "eager")  # It makes the same graphs.
     else:
         tiny.compile_first_rank(model, ranks=groups.tp_size)
-    return build_engine(tiny.on(cfg, groups), model, groups)
+    return build_engine(tiny.on(cfg, groups), model)
 
 
 # -- losses at every layout --------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def trained(
             backend = "eager" if cfg.parallel.zero_stage == 3 else "aot_eager"
             hooks = Layout.of(cfg, groups.topology.world_size).calls_experts
             tiny.compile_first_rank(model, backend, inner_hooks=hooks)
-        engine = build_engine(cfg, model, groups)
+        engine = build_engine(cfg, model)
     numbers = take(engine, range(1))
     if not alone and "compiled" not in name:  # These tokens are no load.
         engine.evaluate(batches(groups, 9)[0][:1])

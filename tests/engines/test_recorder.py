@@ -191,7 +191,7 @@ def own_loss() -> str:
     groups, recorder.recorder = tiny.join(1, pp_size=2), lambda device: Counted().pool()
     cfg = tiny.config(1, training={"cuda_graphs": "auto"}, parallel={"pipeline_parallel_size": 2})
     model = tiny.model(cfg, groups, loss=lambda logits, labels: logits.float().sum(-1))
-    return build_engine(cfg, model, groups).settings["micro_steps"]
+    return build_engine(cfg, model).settings["micro_steps"]
 
 
 def test_all_stages_know_of_a_loss_of_ones_own() -> None:

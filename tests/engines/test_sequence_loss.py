@@ -61,7 +61,7 @@ def steps_of(names: list[str]) -> dict[str, list[tuple[float, float]]]:
         _, tensor, stage, parallel = LAYOUTS[name]
         groups = tiny.join(tensor, 1, parallel.get("pipeline_parallel_size", 1))
         cfg = tiny.on(config(stage, parallel), groups)
-        engine = build_engine(cfg, tiny.model(cfg, groups, loss=GuardedLoss(preference, Failures())), groups)
+        engine = build_engine(cfg, tiny.model(cfg, groups, loss=GuardedLoss(preference, Failures())))
         found[name] = []
         for step in range(STEPS):
             pairs = zip(*(each.split(2) for each in sequences_of(step)), strict=True)

@@ -228,7 +228,7 @@ def _spread() -> list[list[list[float]]]:
             cfg = tiny.config(1, "bf16", model=shape, parallel=parallel)
             model = tiny.model(cfg, groups, device=device)
             compile_blocks(model, hooks=True)
-            engine = build_engine(cfg, model, groups)
+            engine = build_engine(cfg, model)
             losses.append([tiny.global_step(engine, step).loss for step in range(3)])
         found.append(losses)
     return found

@@ -40,7 +40,7 @@ def _alarms(case: str, compiled: bool) -> tuple[list[int], list[int]]:
     model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB, matmuls=matmuls)
     if compiled:
         compile_blocks(model, hooks=True)
-    engine = build_engine(cfg, model, groups)
+    engine = build_engine(cfg, model)
     leaves, alarms, step = engine.leaves(), list[int](), 0
     replay = ReplicaCheck(model, leaves, [f"GPU {rank}" for rank in range(ranks)], rank)
 

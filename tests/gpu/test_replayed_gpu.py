@@ -72,7 +72,7 @@ def _steps(
     model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB, matmuls=matmuls)
     if compiled:
         compile_blocks(model, hooks=True)
-    engine: Any = build_engine(tiny.on(cfg, groups), model, groups)
+    engine: Any = build_engine(tiny.on(cfg, groups), model)
     noise = GradientNoise(engine.leaves(), model.every_spec.values(), groups, device)
     numbers = []
     for step in range(steps):

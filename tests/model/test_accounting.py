@@ -351,7 +351,7 @@ def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
         before = live_tensors()
         kept.append(before)  # No address is used twice while these tensors live.
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-        engine = build_engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch_dtype), groups)
+        engine = build_engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch_dtype))
         tokens = torch.zeros(1, 16, dtype=torch.long)
         for _ in range(2):
             engine._ds.backward(engine._ds(tokens, tokens))
@@ -401,7 +401,7 @@ def measured_peak() -> dict[tuple[int, str], tuple[int, int]]:
         cfg = run_config(parallel=parallel, attention={"backend": "sdpa"}, data=few)
         before = live_tensors()
         model = transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16)
-        engine = build_engine(cfg, model, groups)
+        engine = build_engine(cfg, model)
         engine._optimizer.param_groups[0]["fused"] = True  # The fused optimizer of a GPU has no temporary tensors.
         memory = items(cfg, ranks)
         # gloo gathers by a copy.

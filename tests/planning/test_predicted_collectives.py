@@ -76,7 +76,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
         place["overlap"] = overlaps(cfg)
         how = {"tensor_parallel_size": tensor, "device": torch.device("cpu"), "dtype": torch.bfloat16}
         place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
-        engine = build_engine(tiny.on(cfg, groups), tiny.transformer(cfg.model, cfg.attention, **place), groups)
+        engine = build_engine(tiny.on(cfg, groups), tiny.transformer(cfg.model, cfg.attention, **place))
         # DeepSpeed reduces gradients over a group of one as well. Only activations travel in bf16 or 8 bits.
         dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)
         with Calls(256, dtypes) as calls:

@@ -39,7 +39,7 @@ def measured(cases: list[tuple[int, str, str]]) -> list[dict[str, float]]:
         model = tiny.model(cfg, groups)
         if backend:
             tiny.compile_first_rank(model, backend)
-        engine = build_engine(tiny.on(cfg, groups), model, groups)
+        engine = build_engine(tiny.on(cfg, groups), model)
         batches = tiny.batches_of(tokens(), groups)
         found = engine.step(batches, len(batches), 1e-2, Observers(layer_norms=True)).metrics
         results.append({name: value for name, value in found.items() if name.startswith("norms/")})

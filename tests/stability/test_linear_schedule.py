@@ -64,7 +64,7 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
     model = tiny.model(cfg, groups)
     if backend:
         tiny.compile_first_rank(model, backend)
-    engine = build_engine(tiny.on(cfg, groups), model, groups)
+    engine = build_engine(tiny.on(cfg, groups), model)
     first, last = cfg.linear.keep_first_fraction or 0, cfg.linear.keep_last_fraction or 0
     now = lambda tokens: LinearSchedule(cfg.linear, model, engine.weights_changed, 500, tokens)  # noqa: E731
     schedules = [now(0)] if first or last else []

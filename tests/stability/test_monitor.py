@@ -49,7 +49,7 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tup
     if compiled:
         again = groups.tp_size > 1 and cfg.training.activation_checkpointing != "none"
         tiny.compile_first_rank(model, "aot_eager", ranks=groups.tp_size if again else 1)
-    engine = build_engine(tiny.on(cfg, groups), model, groups)
+    engine = build_engine(tiny.on(cfg, groups), model)
     for i, own in enumerate(own for own in engine.owned() if own.name.endswith("k_norm.gain")):
         own.write("weight", torch.linspace(1, 2 + i, own.spec.size)[own.start : own.stop])
     engine.state_changed()

@@ -66,7 +66,7 @@ def measured(layouts: list[tuple]) -> list[tuple[tuple, dict[str, float], float]
         model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=not backend, activation_checkpointing=again)
         if backend:
             tiny.compile_first_rank(model, backend)
-        engine = build_engine(tiny.on(cfg, groups), model, groups)
+        engine = build_engine(tiny.on(cfg, groups), model)
         noise = GradientNoise(engine.leaves(), engine.model.specs.values(), groups, engine.device)
         batches = tiny.batches_of(global_batch(), groups)
         graphs = []

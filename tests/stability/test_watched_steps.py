@@ -65,7 +65,7 @@ def steps_of(layout: Layout, watched: bool) -> tuple[list[dict[str, float]], lis
     model = tiny.model(cfg, groups)
     if backend:
         tiny.compile_first_rank(model, backend)
-    engine = build_engine(tiny.on(cfg, groups), model, groups)
+    engine = build_engine(tiny.on(cfg, groups), model)
     documents, numbers = torch.tensor([0, 6, tiny.SEQ], dtype=torch.int32), []
     for step in range(4):
         tokens = torch.randint(0, tiny.VOCAB, (4, tiny.SEQ + 1), generator=torch.Generator().manual_seed(step))

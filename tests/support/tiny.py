@@ -171,7 +171,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3, **others: Any) 
 
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     """Build an Engine over a fresh Transformer."""
-    return build_engine(on(cfg, groups), model(cfg, groups, seed), groups)
+    return build_engine(on(cfg, groups), model(cfg, groups, seed))
 
 
 def alone(cfg: RunConfig, device: torch.device, vocab_size: int) -> Engine:
@@ -180,7 +180,7 @@ def alone(cfg: RunConfig, device: torch.device, vocab_size: int) -> Engine:
     whole = model(cfg, groups, device=device, vocab_size=vocab_size)
     if device.type == "cuda":
         compile_blocks(whole, hooks=True)
-    return build_engine(cfg, whole, groups)
+    return build_engine(cfg, whole)
 
 
 def compile_first_rank(model: Transformer, backend: str = "aot_eager", ranks: int = 1, **how: Any) -> bool:

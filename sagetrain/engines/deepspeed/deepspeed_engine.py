@@ -46,7 +46,6 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
-from sagetrain.parallel.topology import ParallelGroups
 
 
 def join_deepspeed() -> Any:
@@ -91,8 +90,8 @@ class Handed(torch.optim.Optimizer):
 class DeepSpeedEngine(Engine):
     """An engine on DeepSpeed, for any gradient accumulation at ZeRO 0 to 2."""
 
-    def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> None:
-        deepspeed = join_deepspeed()
+    def __init__(self, cfg: RunConfig, model: Transformer) -> None:
+        deepspeed, groups = join_deepspeed(), model.groups
         layout = Layout.of(cfg, groups.topology.world_size)
         self._stage = layout.zero_stage
         self._micro_batch, self._norm_stage0 = cfg.data.micro_batch_size, 0.0
@@ -117,11 +116,11 @@ class DeepSpeedEngine(Engine):
             )
         copies = 1 if self._stage else groups.num_replicas
         device, self._clip = torch.device(self._ds.device), cfg.optimizer.clip_grad
-        super().__init__(model, groups, device, StepGradients(model, groups, device, self._clip, copies))
+        super().__init__(model, device, StepGradients(model, device, self._clip, copies))
         # DeepSpeed writes weights without autograd's version counters noticing, so each writer calls weights_changed.
         self._keeps = cfg.linear.low_bit
         self.weights_changed()
-        self._masters = Masters(self._ds, self._optimizer, rules, build, groups, self._stage)
+        self._masters = Masters(self._ds, self._optimizer, rules, build, self._stage)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 

@@ -68,10 +68,10 @@ class Masters:
         optimizer: torch.optim.Optimizer,
         rules: Sequence[Group],
         build: Callable[[Group, Sequence[TensorPiece], dist.ProcessGroup | None], Optimizer],
-        groups: ParallelGroups,
         stage: int,
     ) -> None:
-        self._ds, self._optimizer, self._groups, self._stage = ds, optimizer, groups, stage
+        self._ds, self._optimizer, self._stage = ds, optimizer, stage
+        self._groups: ParallelGroups = ds.module.groups
         self._device = torch.device(ds.device)
         number_of = {name: number for number, rule in enumerate(rules) for name in rule.names}
         self._parts = [self._part(spec, parameter, number_of[spec.name]) for spec, parameter in self._parameters()]
