@@ -4,6 +4,7 @@ it, so a new kind of layer is a field here. No torch."""
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Literal, NamedTuple
 
 from sagetrain.config.linear_sizes import LinearSizes
@@ -133,6 +134,8 @@ class LayerSpec(NamedTuple):
     delta_net: DeltaNetConfig | None = None
     """The gated delta net in the place of `attention`, which then describes the layers that have attention. None: the
     layer has attention."""
+    value_embeddings: bool = False
+    """Whether embeddings of the tokens are added to the values of `attention`."""
 
     @property
     def normed(self) -> tuple[bool, bool]:
@@ -175,7 +178,7 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
     windows, gemma, oss = model.windows, model.conventions == "gemma", model.conventions == "gpt_oss"
     stretch = 1.0 if model.query_scale is None else (model.head_dim / model.query_scale) ** 0.25
 
-    def layer(letter: str, experts: ExpertsConfig | None) -> LayerSpec:
+    def layer(letter: str, experts: ExpertsConfig | None, values: bool) -> LayerSpec:
         reach = Reach(None, Rope(model.rope_theta, model.rope_scaling, stretch))
         if windows and letter == "W":
             scaling = model.rope_scaling if oss else None
@@ -192,13 +195,19 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
         )
         mlp = MLPSpec(experts.shared * experts.ffn_size if experts else model.ffn_hidden_size, model.activation)
         delta = model.delta_net if letter == "D" else None
-        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts, oss, delta)
+        same = model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts, oss
+        return LayerSpec(*same, delta, values and delta is None)
 
-    kinds = {(letter, experts): layer(letter, experts) for letter in "WDF" for experts in {None, model.experts}}
+    every = itertools.product("WDF", {None, model.experts}, (False, True))
+    kinds = {kind: layer(*kind) for kind in every}
     pattern = windows.pattern if windows else model.delta_net.pattern if model.delta_net else "F"
     dense = model.experts.dense_layers if model.experts else 0
     return tuple(
-        kinds[pattern[number % len(pattern)], None if number < dense else model.experts]
+        kinds[
+            pattern[number % len(pattern)],
+            None if number < dense else model.experts,
+            model.value_embeddings and (model.num_layers - number) % 2 == 1,
+        ]
         for number in range(model.num_layers)
     )
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Measured, Pending
 from sagekernels.qk_norm_rope import qk_norm_rope
+from sagekernels.rows import rows_of
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, Projected, TokenLayout
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary, length_of
-from sagetrain.parallel.collectives import Region, gather_heads, gather_sequences, scatter_heads
+from sagetrain.parallel.collectives import Region, finish_enter, gather_heads, gather_sequences, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -36,7 +37,13 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, layer: LayerSpec, function: AttentionFunction, region: Region, *, matmuls: Mapping[str, Matmul]
+        self,
+        layer: LayerSpec,
+        function: AttentionFunction,
+        region: Region,
+        *,
+        matmuls: Mapping[str, Matmul],
+        vocab_size: int,
     ) -> None:
         super().__init__()
         groups = region.groups
@@ -74,6 +81,11 @@ class Attention(nn.Module):
         """The score of each query head's sink, of the heads of this tensor-parallel rank."""
         if layer.attention.sinks:
             self.sinks = region.parameter(heads // groups.tp_size)
+        self.gates: ColumnParallelLinear | None = None
+        if layer.value_embeddings:
+            self.gates = ColumnParallelLinear(layer.hidden, {"values": key_heads}, region)
+            self.values = region.parameter(vocab_size, key_heads * self.head_dim // groups.tp_size)
+            """The embeddings that are added to values, of the key/value heads of this tensor-parallel rank."""
         self._own_heads = heads // groups.tp_size // groups.ulysses_size
         self._first_head = groups.ulysses_rank * self._own_heads
 
@@ -94,11 +106,24 @@ class Attention(nn.Module):
         return self.qk_norm == "before_rope" and self.function.normalizes and not apart
 
     def project(
-        self, x_TD: Tensor | Measured | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
+        self,
+        x_TD: Tensor | Measured | Pending,
+        cos: Tensor,
+        sin: Tensor,
+        gains: dict[RMSNorm, Tensor],
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, normalized and rotated: [T, heads / tp, head_dim] each. If the attention function does
         that, return them as projected: [T, heads / tp * head_dim] each. x comes from start_enter and is [T, hidden]."""
-        q, k, v = self.qkv(x_TD)
+        if self.gates is None:
+            q, k, v = self.qkv(x_TD)
+        else:
+            # Two layers read x, so their gradients are added up before they are summed over the ranks.
+            if not isinstance(x_TD, Tensor | Measured):
+                x_TD = finish_enter(x_TD, self.gates.region)
+            q, k, v = self.qkv(x_TD)
+            (gate_TM,) = self.gates(x_TD)
+            v = self._with_embeddings(v, gate_TM, tokens)
         if self.in_one_node:
             return q, k, v
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -114,6 +139,13 @@ class Attention(nn.Module):
             if self._length != 1:  # Norms have undone the rotation's.
                 q_TNK, k_TMK = q_TNK * self._length, k_TMK * self._length
         return q_TNK, k_TMK, v_TMK
+
+    def _with_embeddings(self, v: Tensor, gate_TM: Tensor, tokens: Tensor | None) -> Tensor:
+        """Add embeddings of the tokens to v [T, M * K], each head's times its gate, which is 1 for zeros."""
+        assert tokens is not None
+        rows_TMK = rows_of(self.values, tokens).unflatten(-1, (-1, self.head_dim))
+        added_TMK: Tensor = 2 * gate_TM.sigmoid().unsqueeze(-1) * rows_TMK
+        return v + added_TMK.flatten(1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, gains: dict[RMSNorm, Tensor]) -> Tensor:
         """Run attention over q, k and v of all tokens of this rank, as `project` returns them, and return

@@ -56,6 +56,8 @@ class TokenLayout(NamedTuple):
     """The boundaries of the queries and of the keys of each document, int32 [documents + 1] each, where the queries are
     a chunk of each sequence and the keys are those up to its end. Then cu_seqlens is None, and bounds are those that
     sage_attention takes for queries and keys that are different tokens."""
+    tokens: Tensor | None = None
+    """The tokens themselves, int64 [T]. None: no layer adds embeddings of them to values."""
     chunks: tuple[TokenLayout, TokenLayout] | None = None
     """The layouts of this rank's two chunks of queries, where it gathers keys."""
 

@@ -53,6 +53,7 @@ class Block(nn.Module):
         matmuls: Mapping[str, Any],
         dear: tuple[str, ...],
         share: Tensor,
+        vocab_size: int,
     ) -> None:
         super().__init__()
         self.region = region
@@ -68,7 +69,10 @@ class Block(nn.Module):
         before, after = layer.normed
         self.attention_norm = norm() if before else NoNorm()
         self.attention: Attention | DeltaNet
-        self.attention = (DeltaNet if layer.delta_net else Attention)(layer, function, region, matmuls=matmuls)
+        if layer.delta_net:
+            self.attention = DeltaNet(layer, function, region, matmuls=matmuls)
+        else:
+            self.attention = Attention(layer, function, region, matmuls=matmuls, vocab_size=vocab_size)
         self.attention_post_norm = norm() if after else None
         self.mlp_norm = norm() if before else NoNorm()
         self.mlp: MLP | MoE
@@ -83,7 +87,7 @@ class Block(nn.Module):
         if self.region.sharded and self.region.groups.tp_size > 1:
             # Only layers in fewer bits become readers. Another reader makes another graph, for the last block's next
             # norm as well.
-            self.attention_norm.reader = matmuls.get("qkv")
+            self.attention_norm.reader = None if self.attention.gates else matmuls.get("qkv")
             self.mlp_norm.reader = matmuls.get("gate_up") if isinstance(self.mlp, MLP) else None
 
     @property
@@ -178,7 +182,7 @@ class Block(nn.Module):
         return Half(x + complete(y, self.region), None)
 
     def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
-        return Half(x, self.attention.project(y, part.cos, part.sin, part.gains))
+        return Half(x, self.attention.project(y, part.cos, part.sin, part.gains, part.tokens))
 
     def attend(self, x: Tensor, qkv: tuple[Tensor, ...], part: Part) -> Half:
         return Half(x, self.attention(*qkv, part.layout, part.gains))

@@ -63,10 +63,8 @@ class DeltaNet(nn.Module):
         """The norm of each head's output."""
         return [self.o_norm]
 
-    def project(
-        self, x_TD: Tensor | Measured | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Return q, k, v, z, a and b, [T, columns] each. Positions are not needed."""
+    def project(self, x_TD: Tensor | Measured | Pending, *positions_gains_and_tokens: Any) -> tuple[Tensor, ...]:
+        """Return q, k, v, z, a and b, [T, columns] each. Nothing but x is needed."""
         return *self.qkv(x_TD), *self.gates(x_TD)
 
     def forward(

@@ -34,7 +34,8 @@ class TensorSpec:
     dim: int | None
     """The dim along which the tensor is cut."""
     kind: Literal["matrix", "embedding", "gain", "bias", "router", "state", "conv", "decay", "step"]
-    """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output projection.
+    """The role of the tensor in initialization and in the optimizer. embedding: input embedding, embeddings that are
+    added to values, and output projection.
     bias: added to a layer's output, or a sink's score. router: the matrix that makes a token's scores of experts, and
     the bias of these. state: a step changes it by other means than an optimizer, and checkpoints have it. conv, decay,
     step: the convolutions, a_log and dt_bias of a gated delta net."""
@@ -44,6 +45,8 @@ class TensorSpec:
     """Whether the layer's output is added to the residual stream, so that its weights begin smaller."""
     of_one: bool = False
     """Whether a norm multiplies by 1 + this gain."""
+    of_zeros: bool = False
+    """Whether a matrix begins as zeros."""
     matrices: int = 1
     """The equal matrices that stand one above the other in this tensor: gate and up of each expert, for instance."""
 
@@ -76,7 +79,7 @@ class TensorSpec:
     @property
     def begins(self) -> float | None:
         """The number that all values begin as. None: they are drawn."""
-        zero = self.kind in ("bias", "state") or (self.kind == "router" and len(self.shape) == 1)
+        zero = self.of_zeros or self.kind in ("bias", "state") or (self.kind == "router" and len(self.shape) == 1)
         return 0.0 if zero else {"gain": 0.0 if self.of_one else 1.0}.get(self.kind)
 
     @property
@@ -90,14 +93,14 @@ def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> 
     table = vocab_size, model.hidden_size
     yield TensorSpec(EMBEDDING, table, "tensor", 0, "embedding", "embedding")
     for number, layer in enumerate(layers(model, attention.qk_norm)):
-        yield from _of_layer(number, layer)
+        yield from _of_layer(number, layer, vocab_size)
     of_one = model.conventions == "gemma"
     yield TensorSpec("final_norm.gain", (model.hidden_size,), None, None, "gain", "head", of_one=of_one)
     if not model.tie_embeddings:
         yield TensorSpec("head.weight", table, "tensor", 0, "embedding", "head")
 
 
-def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
+def _of_layer(number: int, layer: LayerSpec, vocab_size: int) -> Iterator[TensorSpec]:
     hidden, attention, of_one = layer.hidden, layer.attention, layer.gains_of_one
 
     def gain(name: str, width: int) -> TensorSpec:
@@ -141,6 +144,11 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
             yield qk_gain("attention.k_norm", attention.key_heads)
         if attention.sinks:
             yield TensorSpec(f"blocks.{number}.attention.sinks", (attention.heads,), "tensor", 0, "bias", number)
+        if layer.value_embeddings:
+            heads, within = attention.key_heads, f"blocks.{number}.attention"
+            table, gate = (vocab_size, heads * attention.head_dim), (heads, hidden)
+            yield TensorSpec(f"{within}.values", table, "tensor", 1, "embedding", number)
+            yield TensorSpec(f"{within}.gates.values", gate, "tensor", 0, "matrix", number, of_zeros=True)
     yield row("attention.out", linear["out"])
     if attention.out_bias:
         yield TensorSpec(f"blocks.{number}.attention.out.bias", (hidden,), None, None, "bias", number)

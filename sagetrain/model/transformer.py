@@ -155,6 +155,7 @@ class Transformer(nn.Module):
                     matmuls=own,
                     dear=walks.dear_of(activation_checkpointing),
                     share=self.share,
+                    vocab_size=vocab_size,
                 )
                 self.blocks.add_module(str(number), block)
         if last:
@@ -434,6 +435,8 @@ class Transformer(nn.Module):
                 wanted |= {"bounds"} if self.groups.gather_size > 1 else set()  # Those of a chunk are made of them.
                 tables = rotary_tables(own_positions.flatten(), self.config.head_dim, *rope)
                 layout = token_layout(wanted, num_sequences, num_tokens, *tables, own, max_seqlen, window)
+                if self.config.value_embeddings:
+                    layout = layout._replace(tokens=tokens.chunk(parts)[part].flatten())
                 share = self.groups.gather_rank, self.groups.gather_size
                 found.append(with_chunks(layout, wanted, num_tokens // num_sequences, *share))
         return layouts

@@ -72,6 +72,8 @@ class Part(NamedTuple):
     """The cosines of the rotation angles, fp32 [tokens, 1, head_dim / 2]."""
     sin: Tensor
     """The sines of the rotation angles, fp32 [tokens, 1, head_dim / 2]."""
+    tokens: Tensor | None
+    """The tokens themselves, int64 [tokens] (TokenLayout.tokens)."""
     gains: dict[RMSNorm, Tensor]
     """The gains of the block's norms, as norm.enter_gains returns them."""
     parts: int = 1
@@ -93,7 +95,16 @@ def idle(x: Tensor, y: Any, part: Part) -> Half:
 def split(layouts: Sequence[TokenLayout], gains: Sequence[dict[RMSNorm, Tensor]]) -> list[Part]:
     """Return as many parts as there are gains. Two parts of one layout go through attention together."""
     count = len(gains) // len(layouts)
-    tables = [(x, *pair) for x in layouts for pair in zip(x.cos.chunk(count), x.sin.chunk(count), strict=True)]
+    tables = [
+        (x, *own)
+        for x in layouts
+        for own in zip(
+            x.cos.chunk(count),
+            x.sin.chunk(count),
+            [None] * count if x.tokens is None else x.tokens.chunk(count),
+            strict=True,
+        )
+    ]
     return [Part(*table, own, len(gains)) for table, own in zip(tables, gains, strict=True)]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sagetrain.config.arithmetic import peak_lr
 from sagetrain.config.schema import RunConfig
-from sagetrain.model.tensors import EMBEDDING, TensorSpec
+from sagetrain.model.tensors import TensorSpec
 from sagetrain.optim import adamw, muon
 from sagetrain.optim.pieces import Optimizer, TensorPiece
 
@@ -58,7 +58,7 @@ def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
 def _lr_kind(spec: TensorSpec) -> str:
     """Return the key of optimizer.lr_of that a tensor belongs to."""
     if spec.kind == "embedding":
-        return "embedding" if spec.name == EMBEDDING else "head"
+        return "head" if spec.layer == "head" else "embedding"
     return "gain" if spec.kind in ("bias", "conv", "decay", "step") else spec.kind
 
 

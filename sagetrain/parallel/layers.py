@@ -96,7 +96,7 @@ class ColumnParallelLinear(ParallelLayer):
     ValueError if tensor_parallel_size does not divide a number of output features.
 
     x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one layer, because they
-    share a collective forward and one backward.
+    share a collective forward and one backward. An x that is a tensor has entered already (`finish_enter`).
 
     Args:
         out_features: the name of each weight and its number of output features, in the order of the outputs.
@@ -131,7 +131,7 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x: Tensor | Measured | Pending) -> tuple[Tensor, ...]:
         """Multiply x [tokens, in], and return [tokens, out / tp] for each weight."""
-        outputs = linear(x, *self._how())
+        outputs = linear(x, *self._how(x))
         if self.bias:
             outputs = tuple(y + getattr(self, f"{name}_bias") for name, y in zip(self.names, outputs, strict=True))
         return outputs
@@ -139,12 +139,12 @@ class ColumnParallelLinear(ParallelLayer):
     def gated(self, x: Tensor | Measured | Pending) -> Tensor | Measured:
         """Return silu(gate) * up of the layer's two products, [tokens, out / tp], for a row-parallel layer. The layer
         has no bias."""
-        return gated_linear(x, *self._how())
+        return gated_linear(x, *self._how(x))
 
-    def _how(self) -> tuple[Any, ...]:
+    def _how(self, x: Tensor | Measured | Pending) -> tuple[Any, ...]:
         """Return the arguments of `linear` that are not x."""
         groups = self.region.groups
-        back = None if groups.tp_size == 1 else self.region.entering[1]
+        back = None if groups.tp_size == 1 or isinstance(x, Tensor) else self.region.entering[1]
         return self.weights, self.matmul, back, groups.tp_group, self.kept
 
 

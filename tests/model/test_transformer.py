@@ -41,6 +41,7 @@ SHAPES = {
         norm_eps=1e-5,
     ),
 }
+SHAPES["values"] = SHAPES["grouped_tied"].model_copy(update={"num_layers": 3, "value_embeddings": True})
 
 
 def _model(

@@ -26,7 +26,14 @@ def _rotate(x: Tensor, positions: list[int], theta: float) -> Tensor:
 
 
 def _attention(
-    p: dict, prefix: str, x: Tensor, positions: list[int], document: list[int], m: ModelConfig, qk_norm: str
+    p: dict,
+    prefix: str,
+    x: Tensor,
+    tokens: Tensor,
+    positions: list[int],
+    document: list[int],
+    m: ModelConfig,
+    qk_norm: str,
 ):
     group = m.num_attention_heads // m.num_key_value_heads
     heads = []
@@ -34,6 +41,14 @@ def _attention(
         rows = slice(head * m.head_dim, (head + 1) * m.head_dim)
         kv_rows = slice(head // group * m.head_dim, (head // group + 1) * m.head_dim)
         q, k, v = (x @ p[f"{prefix}.qkv.{n}"][r].t() for n, r in (("q", rows), ("k", kv_rows), ("v", kv_rows)))
+        if f"{prefix}.values" in p:
+            gate = x @ p[f"{prefix}.gates.values"][head // group]
+            v = torch.stack(
+                [
+                    v[i] + 2 / (1 + torch.exp(-gate[i])) * p[f"{prefix}.values"][token, kv_rows]
+                    for i, token in enumerate(tokens.tolist())
+                ]
+            )
         if qk_norm == "before_rope":
             q, k = (_norm(t, p[f"{prefix}.{n}_norm.gain"], m.norm_eps) for t, n in ((q, "q"), (k, "k")))
         q, k = _rotate(q, positions, m.rope_theta), _rotate(k, positions, m.rope_theta)
@@ -67,7 +82,7 @@ def reference_logits(
         for layer in range(model.num_layers):
             prefix = f"blocks.{layer}"
             h = _norm(x, p[f"{prefix}.attention_norm.gain"], model.norm_eps)
-            x = x + _attention(p, f"{prefix}.attention", h, where, document, model, qk_norm)
+            x = x + _attention(p, f"{prefix}.attention", h, tokens[b], where, document, model, qk_norm)
             h = _norm(x, p[f"{prefix}.mlp_norm.gain"], model.norm_eps)
             gate, up = (h @ p[f"{prefix}.mlp.gate_up.{n}"].t() for n in ("gate", "up"))
             x = x + (gate / (1 + torch.exp(-gate)) * up) @ p[f"{prefix}.mlp.down.weight"].t()

@@ -155,6 +155,11 @@ class ModelConfig(Section):
     sinks: bool = False
     """Give each query head a sink: a learned score beside those of the keys, whose value is zero, as in GPT-OSS. Sinks
     begin as 0 and do not decay. attention.backend sage and reference take them."""
+    value_embeddings: bool = False
+    """Add embeddings of the tokens to the values of attention in every second layer, the last one included, each head's
+    times a gate that reads the layer's input, as nanochat does. They are vocabulary x key/value width more weights in
+    each of these layers: memory and optimizer states, and hardly any time. They have the learning rate of the
+    embedding. Layers with a gated delta net have none, and the classes of transformers that we export to neither."""
     experts: ExpertsConfig | None = None
     """Mixture of experts: number, per_token, ffn_size, ... Default: none, all layers have a dense MLP."""
     activation: Literal["swiglu", "geglu"] = "swiglu"

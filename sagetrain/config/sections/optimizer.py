@@ -35,7 +35,8 @@ class LearningRates(Section):
     optimizer.lr, scaled."""
 
     embedding: PositiveFloat | None = None
-    """Input embedding. With model.tie_embeddings this tensor is the output projection as well."""
+    """Input embedding, and the tables of model.value_embeddings. With model.tie_embeddings the input embedding is the
+    output projection as well."""
     head: PositiveFloat | None = None
     """Output projection."""
     matrix: PositiveFloat | None = None
