@@ -105,7 +105,7 @@ def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tupl
     results = {}
     for tp_size, cp_size, stage, backend in layouts:
         # A head has 16 dims for sage, its least head_dim.
-        heads = {"num_attention_heads": 4 if backend == "sdpa" else 2}
+        heads = {"num_attention_heads": 4 if backend == "sdpa" else 2, "value_embeddings": backend == "sdpa"}
         # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
         optimizer = {"clip_grad": 0.5, "eps": 1e-6}
         attention = {"backend": backend}

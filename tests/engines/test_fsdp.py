@@ -38,7 +38,7 @@ from sagetrain.stability.spikes import Verdict
 
 # Four ranks get unequal shards of 34 rows, and one of them gets nothing of the 6 gains of QK-norm.
 UNEVEN = {"num_attention_heads": 4, "hidden_size": 34, "head_dim": 6}
-TIED = {"tie_embeddings": True}
+TIED = {"tie_embeddings": True, "value_embeddings": True}
 # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
 OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}
 ON_HOST = {"activation_checkpointing": "full", "activation_offload": True}
@@ -402,7 +402,7 @@ def in_dtype(root: str, dtype: str, groups: dict) -> tuple[dict[str, list], dict
 
     def engine(name: str, seed: int) -> Engine:
         sizes, stage, parallel = LAYOUTS[name]
-        return tiny.engine(config(stage, dtype, parallel), groups[sizes], seed)
+        return tiny.engine(config(stage, dtype, parallel, model={"value_embeddings": True}), groups[sizes], seed)
 
     return tiny.saved_and_continued(Path(root), layouts, engine, lambda name: "fsdp" in name)
 

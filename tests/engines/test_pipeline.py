@@ -28,7 +28,7 @@ from sagetrain.stability.quant_noise import QuantizationProbe
 from spoiled import spoiled
 
 SHAPE = {"num_layers": 5, "num_attention_heads": 4}
-TIED = {"tie_embeddings": True}
+TIED = {"tie_embeddings": True, "value_embeddings": True}
 # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
 OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}
 RATES = {"lr_of": {"embedding": 1.5e-2, "head": 4e-2}, "lr_base_width": 16, "weight_decay_lr": 0.02}

@@ -61,12 +61,12 @@ def test_a_micro_step_holds_no_number_that_changes() -> None:
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "16 bits": ("plain", {}),
-    "INT8 layers": ("documents", {"linear": {"precision": "int8"}, "model": WIDE}),
+    "INT8 layers": ("documents", {"linear": {"precision": "int8"}, "model": WIDE | {"value_embeddings": True}}),
     "sage": ("plain", {"attention": SAGE}),
     "sage, documents": ("documents", {"attention": SAGE, "model": {"num_key_value_heads": 1}}),
     "sdpa, documents, recomputed": ("documents", {"training": {"activation_checkpointing": "full"}}),
     "selective": ("plain", {"training": {"activation_checkpointing": "selective"}}),
-    "loss mask, tied": ("mask", {"model": {"tie_embeddings": True}}),
+    "loss mask, tied": ("mask", {"model": {"tie_embeddings": True, "value_embeddings": True}}),
     "fp32, sinks": (
         "mask",
         {"training": {"dtype": "fp32"}, "attention": {"backend": "reference"}, "model": {"sinks": True}},

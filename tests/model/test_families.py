@@ -15,6 +15,7 @@ from sagetrain.parallel.topology import ParallelGroups
 SHAPE = {"num_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 FAMILIES: dict[str, tuple[dict, dict]] = {
     "qwen2.5": ({"qkv_bias": True}, {"qk_norm": "none"}),
+    "values": ({"value_embeddings": True, "windows": {"tokens": 5, "pattern": "WF"}}, {}),
     "olmo3": ({"norms": "post", "windows": {"tokens": 5, "pattern": "WWF"}}, {"qk_norm": "all_heads"}),
     "gpt-oss": (
         {
@@ -111,8 +112,8 @@ def test_the_cache_of_generation_changes_no_logits(name: str, monkeypatch: pytes
     cfg = tiny.config(0, model=SHAPE | shape, attention=attention)
     model = tiny.model(cfg, ParallelGroups.single())
     for tensor, parameter in model.named_parameters():
-        if tensor.endswith(("sinks", "bias")):  # They are all 0, and so alike.
-            parameter.detach().copy_(torch.linspace(-1.0, 3.0, len(parameter)))
+        if tensor.endswith(("sinks", "bias", "gates.values")):  # They are all 0, and so alike.
+            parameter.detach().copy_(torch.linspace(-1.0, 3.0, parameter.numel()).view_as(parameter))
     texts = [torch.randint(0, tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (11, 14)]
     with torch.no_grad():
         cached = CachedModel(model, rows=2, capacity=32)

@@ -24,6 +24,7 @@ MODELS = {
     "tied": {**GROUPED, "tie_embeddings": True},
     "biased": {**GROUPED, "qkv_bias": True},
     "sinks": {**GROUPED, "sinks": True},
+    "values": {**GROUPED, "value_embeddings": True},
     "post": {**GROUPED, "norms": "post"},
     "sandwich": {**GROUPED, "norms": "sandwich"},
 }

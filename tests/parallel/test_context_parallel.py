@@ -49,6 +49,7 @@ def random(seed: int, *shape: int) -> Tensor:
 
 
 def model(groups: ParallelGroups, backend: str, shape: ModelConfig = SHAPE, **arguments: object) -> Transformer:
+    shape = shape.model_copy(update={"value_embeddings": backend == "sdpa"})
     network = tiny.transformer(shape, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
     return tiny.enlarged(network, groups)
 

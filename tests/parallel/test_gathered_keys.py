@@ -113,6 +113,7 @@ def model(groups: ParallelGroups, backend: str, heads: tuple[int, int], windows:
         head_dim=16,
         windows=WindowsConfig(tokens=21, pattern="WF") if windows else None,
         sinks=windows and backend == "sage",
+        value_embeddings=True,
     )
     name, _, smooth = backend.partition(" ")
     # Without K-smoothing codes are those of one rank. With it a chunk has the mean of the keys up to its end.
