@@ -185,23 +185,27 @@ def overlaps(cfg: RunConfig) -> bool:
     return flops >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
 
 
-def fsdp_groups(cfg: RunConfig, size: int, apart: bool = False) -> tuple[int, int]:
+def fsdp_groups(cfg: RunConfig, size: int, vocab_size: int, apart: bool = False) -> tuple[int, int, int]:
     """Return the parameters that FSDP2 gathers and reduces together (engines/fsdp.py) of a rank with `size` parameters:
-    the matrices of the largest block, and everything outside of blocks, the gains of norms and routers included. With
-    `apart` the block has no experts that ranks have between them."""
+    the matrices of the largest block, those of all blocks, and everything outside of blocks, the gains of norms and
+    routers included. With `apart` the blocks have no experts that ranks have between them."""
     parallel, experts = cfg.parallel, sum(expert_parameters(cfg)) if apart else 0
     between = 0 if experts else parallel.expert_parallel_size
-    largest, every = _weights_of_blocks(cfg.model, parallel.tensor_parallel_size, between)
-    return largest, size - experts - every
+    largest, every = _weights_of_blocks(cfg.model, vocab_size, parallel.tensor_parallel_size, between)
+    every = min(every, size - experts)  # A pipeline stage may have a table of value_embeddings less (stages.held).
+    return largest, every, size - experts - every
 
 
 # Proposing layouts asks this thousands of times.
 @functools.lru_cache(maxsize=256)
-def _weights_of_blocks(model: ModelConfig, tensor_parallel: int, expert_parallel: int) -> tuple[int, int]:
+def _weights_of_blocks(
+    model: ModelConfig, vocab_size: int, tensor_parallel: int, expert_parallel: int
+) -> tuple[int, int]:
     """Return the weights of the largest block and of all blocks on one rank, of `expert_parallel` ranks that have
     experts between them; 0: experts are left out."""
     blocks = [
         sum(each.weights for each in layer.linear_layers(tensor_parallel).values())
+        + layer.value_embeddings * vocab_size * layer.attention.key_heads * layer.attention.head_dim // tensor_parallel
         + (expert_weights(layer, expert_parallel) if expert_parallel else 0)
         for layer in layers(model)
     ]

@@ -87,7 +87,10 @@ def _tensor_parallel(
         sizes = list(linear_layers(model, rank.tensor).values())
         for key in packed:
             own = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
-            low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, own))
+            blocks = linear.low_bit_blocks(model.num_layers)
+            low = len(blocks) * sum(map(linear.takes, own))
+            if key[1] == INTO and linear.takes(own[0]):  # Two layers read what such blocks gather for q, k and v.
+                low -= sum(layers(model)[number].value_embeddings for number in blocks)
             packed[key] = (low * eight + (gathers - low) * payload) // gathers
     for moment, what, kind, at_ends, beside in rows:
         if kind and (rank.recomputes or moment != "recomputed"):

@@ -65,7 +65,7 @@ def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list
     if layout.stages > 1:
         why = f"{kept.why}; of {part.kept:g} micro-batches at once, on pipeline stage {stage + 1}"
         kept = MemoryItem(kept.name, int(part.kept * kept.bytes), why)
-    bucket, copies, left = _reduction(cfg, layout, size)
+    bucket, copies, left = _reduction(cfg, layout, size, vocab_size)
     moments = [
         [kept, *(_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)) if part.last else ())],
         [kept, *running, bucket],
@@ -75,13 +75,13 @@ def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list
         _orthogonalizing(cfg),
     ]
     slots = round(part.kept * layout.chunks) if layout.stages > 1 else 0
-    largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2], slots)]
+    largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, vocab_size, moments[:2], slots)]
     codes = _codes(cfg, end_operations(cfg.model, vocab_size, rank).head if part.last else None)
-    return [item for item in (*_model_state(cfg, layout, size, codes), *largest) if item.bytes]
+    return [item for item in (*_model_state(cfg, layout, size, vocab_size, codes), *largest) if item.bytes]
 
 
 def _recordings(
-    cfg: RunConfig, layout: Layout, size: int, passes: Sequence[list[MemoryItem]], slots: int
+    cfg: RunConfig, layout: Layout, size: int, vocab_size: int, passes: Sequence[list[MemoryItem]], slots: int
 ) -> list[MemoryItem]:
     """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there.
 
@@ -93,7 +93,7 @@ def _recordings(
         return []
     beside, more = "reduced gradients", 4 * size // layout.shards if layout.reduced == "once a step" else 0
     if layout.zero_stage == 3:
-        beside, more = "a block on its way to its place", rank_of(cfg).element * fsdp_groups(cfg, size)[0]
+        beside, more = "a block on its way to its place", rank_of(cfg).element * fsdp_groups(cfg, size, vocab_size)[0]
     held, what = max(map(total_bytes, passes)), "micro-steps"
     if slots:
         # Forward and backward passes have pools of their own, and each slot has what a block does not keep.
@@ -125,11 +125,11 @@ def kept_bytes(operations: Iterable[Operation]) -> int:
     return sum(part.saved // part.shards for part in operations)
 
 
-def _model_state(cfg: RunConfig, layout: Layout, size: int, codes: MemoryItem) -> list[MemoryItem]:
+def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, codes: MemoryItem) -> list[MemoryItem]:
     """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
     activations."""
     if layout.engine == "fsdp":
-        return _fsdp_state(cfg, layout, size, codes)
+        return _fsdp_state(cfg, layout, size, vocab_size, codes)
     moments, state = _moments(cfg, size)
     return [*deepspeed_prices.state(cfg, layout, size, moments, state), codes]
 
@@ -154,10 +154,10 @@ def _matmuls(cfg: RunConfig, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:
             yield kind.blocks, layer
 
 
-def _fsdp_state(cfg: RunConfig, layout: Layout, size: int, codes: MemoryItem) -> list[MemoryItem]:
+def _fsdp_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, codes: MemoryItem) -> list[MemoryItem]:
     """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
     stage, shards, element = layout.zero_stage, layout.shards, rank_of(cfg).element
-    (block, outside), experts = fsdp_groups(cfg, size), sum(expert_parameters(cfg))
+    (block, _, outside), experts = fsdp_groups(cfg, size, vocab_size), sum(expert_parameters(cfg))
     # Other ranks shard the experts that ranks have between them.
     share = -(-(size - experts) // shards) + -(-experts // layout.expert_shards)
     moments, state = _moments(cfg, size)
@@ -210,7 +210,7 @@ def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
     return [MemoryItem("orthogonalizing", 6 * 2 * of_a_round, "Muon's updates of a round of matrices in bf16")]
 
 
-def _reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, MemoryItem, float]:
+def _reduction(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Estimate the gradients on their way to other ranks.
 
     The result is the bucket held during backward, the copies made of a full bucket, and the share of the activations
@@ -223,7 +223,7 @@ def _reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, M
         none = MemoryItem("reduction", 0, "a single replica")
         return none, none, 0.0
     if layout.engine == "fsdp":
-        block, outside = fsdp_groups(cfg, size)
+        block, _, outside = fsdp_groups(cfg, size, vocab_size)
         why = "fp32 gradients of two blocks on their way, and those that backward makes of one"
         return (
             MemoryItem("bucket", (8 + rank_of(cfg).element) * block, why),

@@ -44,6 +44,10 @@ _SCORES = 96
 # The matmul writes a logit. The log-sum-exp reads it, then it is read and replaced by its gradient.
 _LOGIT = 3, 35
 _EMBEDDING = 5
+# Elements moved per column of the values that embeddings are added to: the rows are looked up and their gradient is
+# added up in the table's, as in the embedding; forward v and rows are read and v is written, backward the gradient of
+# v and the rows are read for the gradients of rows and gate.
+_VALUES = 9, 15
 # Elements moved per column of every operand of a block's linear layers in 8 bits, for both of its uses. The kernels
 # (sagekernels/casts.py) read it once for the largest magnitudes and once to round it, and write one byte for each use.
 _CASTS = 3, 3
@@ -215,9 +219,10 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         (quantized if sage else element * (query + gathered * seen)) + element * (gathered * seen + query) + 4 * heads
     )
     # q, k and v of a layer in 8 bits are views of one tensor, so whoever keeps one of them keeps all. v is kept unless
-    # it comes from an all-to-all. q and k are kept where they are normalized by torch.compile or in one pass.
+    # it comes from an all-to-all, or embeddings were added to it. q and k are kept where they are normalized by
+    # torch.compile or in one pass.
     if precisions["qkv"] is not None:
-        kept_by = rank.context == 1, bool(normed) and (rank.fused or one_pass)
+        kept_by = rank.context == 1 and not layer.value_embeddings, bool(normed) and (rank.fused or one_pass)
         kept += element * {(True, False): query + key, (False, True): key}.get(kept_by, 0)
     # The input of `out` is attention's output, which is kept anyway unless it is rounded or comes from an all-to-all.
     output = inputs["out"] if rank.context > 1 or inputs["out"] < element * query else 0
@@ -234,10 +239,17 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=swiglu * element * inner),
         row("down", inner, inputs["down"]),
     ) if inner else ()  # fmt: skip
+    # The gates read in 16 bits what q, k and v may keep as codes.
+    low = precisions["qkv"] is not None
+    values = (
+        product("gates", kv_heads, hidden, column_parallel=True, saved=low * element * hidden),
+        moving("embeddings of values", rank.moved(_VALUES, key), element * (key + (2 - rank.fused) * kv_heads)),
+    ) if layer.value_embeddings else ()  # fmt: skip
     mixer: tuple[Operation, ...] = (
         column("q", query, "qkv", saved=inputs["qkv"]),  # the layer keeps its input as it reads it: gathered
         column("k", key, "qkv"),
         column("v", key, "qkv"),
+        *values,
         moving("QK-norm and rotary embedding", qk_moved, qk_saved),
         moving("around all-to-alls", element * _ALL_TO_ALL * (query + gathered * seen) * (rank.context > 1)),
         AttentionCost(
@@ -273,7 +285,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     # needs the output of `down`, and torch.compile notices that; partial sums are an exception.
     columns, matmuls = {"attention norm": hidden}, rank.recompute == "selective"
     if matmuls:
-        columns |= {"q": query, "k": key, "v": key, "out": hidden, "gate": inner, "up": inner}
+        columns |= {"q": query, "k": key, "v": key, "gates": kv_heads, "out": hidden, "gate": inner, "up": inner}
         columns["down"] = hidden * (rank.tensor > 1 or not rank.fused)
         if layer.experts:
             room = int(rank.room * layer.experts.per_token)

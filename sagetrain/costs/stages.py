@@ -128,12 +128,13 @@ def different_stages(cfg: RunConfig, vocab_size: int) -> list[int]:
     most micro-batches."""
     again, found = cfg.training.activation_checkpointing, dict[tuple[object, ...], int]()
     stages = cfg.parallel.pipeline_parallel_size
-    every = chunks(cfg, vocab_size)
+    every, layers = chunks(cfg, vocab_size), specs(cfg.model)
     for stage in range(stages):
         own = every[stage::stages]
         recomputed = _recomputed(again, own) if isinstance(again, int) else 0
         blocks, dense = sum(len(chunk.blocks) for chunk in own), _dense(cfg.model, own)
-        found.setdefault((blocks, dense, recomputed, own[0].first, own[-1].last), stage)
+        valued = sum(layers[number].value_embeddings for chunk in own for number in chunk.blocks)
+        found.setdefault((blocks, dense, valued, recomputed, own[0].first, own[-1].last), stage)
     return [*found.values()]
 
 

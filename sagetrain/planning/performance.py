@@ -408,7 +408,8 @@ class _Step:
         a micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
         """
         layout, shards, element, copied = self.layout, self.layout.shards, self.rank.element, self._blocks_by_copies
-        block, outside = fsdp_groups(self.cfg, self.parameters, apart=True)
+        _, blocks, outside = fsdp_groups(self.cfg, self.parameters, self.vocab_size, apart=True)
+        block = blocks // self.cfg.model.num_layers
         backward, reduced = 2 * compute / 3, self.accumulation if layout.reduced == "in every micro-step" else 1
 
         def groups(

@@ -47,7 +47,7 @@ def model_config(tie: bool = True, kv_heads: int = 2) -> ModelConfig:
         ffn_hidden_size=200,
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
-        head_dim=18, tie_embeddings=tie,
+        head_dim=18, tie_embeddings=tie, value_embeddings=True,
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_flops_are_those_of_the_matmuls(kv_heads):
 def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_heads):
     """sdpa with grouped heads is left out: torch's CPU attention expands them, and its GPU kernels do not."""
     cfg = run_config(
-        model={"num_key_value_heads": kv_heads},
+        model={"num_key_value_heads": kv_heads, "value_embeddings": kv_heads == 1},
         attention={"backend": backend, "qk_norm": qk_norm},
         training={"compile": compile_},
     )
@@ -160,7 +160,8 @@ def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_
 def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, qk_norm):
     """`plan` promises 10 %. The scales of columns are not counted; with so few tokens they are some bytes a token."""
     attention = {"qk_norm": qk_norm}
-    cfg = run_config(training={"compile": compile_}, attention=attention, linear={"precision": "fp8", **linear})
+    how = {"training": {"compile": compile_}, "model": {"value_embeddings": compile_ == "off"}}
+    cfg = run_config(attention=attention, linear={"precision": "fp8", **linear}, **how)
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
 
 
@@ -233,7 +234,7 @@ def test_a_run_that_ends_in_16_bits_needs_the_larger_part():
 def test_selective_checkpointing_keeps_what_is_predicted(compile_, again, backend, kv_heads):
     """`plan` promises 10 %. torch's CPU attention expands grouped heads, and its GPU kernels do not."""
     cfg = run_config(
-        model={"num_key_value_heads": kv_heads},
+        model={"num_key_value_heads": kv_heads, "value_embeddings": kv_heads == 1},
         attention={"backend": backend},
         training={"compile": compile_, "activation_checkpointing": again},
     )
@@ -289,6 +290,7 @@ def parallel_cases() -> list[RunConfig]:
         run_config(
             parallel={"tensor_parallel_size": 2, "sequence_parallel": sharded},
             attention={"backend": "sage"},
+            model={"value_embeddings": True},
             training={"compile": compile_, "activation_checkpointing": again},
             data={"micro_batch_size": 4},  # Gains are small beside so many tokens.
         )

@@ -68,7 +68,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
         parallel = {"zero_stage": stage, "tensor_parallel_size": tensor, "sequence_parallel": sequence}
         parallel |= {"context_parallel_size": context, "tensor_parallel_overlap": overlap}
         parallel |= {"engine": "deepspeed", "gradient_reduction": more[0] if more else "fp32"}
-        wide = {"hidden_size": 64, "ffn_hidden_size": 64} if linear else {}
+        wide = {"hidden_size": 64, "ffn_hidden_size": 64, "value_embeddings": True} if linear else {}
         wide |= {"num_key_value_heads": 1} if context > 1 else {}
         tokens = {"tokens": 2 * 16 * groups.dp_size}
         cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, linear=linear, model=wide)
@@ -119,6 +119,7 @@ def collectives_of_fsdp(stages: list[tuple[int, int, int]]) -> list[tuple[dict, 
     for stage, shards, context in stages:
         parallel = {"engine": "fsdp", "zero_stage": stage, "shard_size": shards, "context_parallel_size": context}
         groups, model = every[context], {"num_key_value_heads": 1, "head_dim": 64} if context > 1 else {}
+        model |= {"value_embeddings": True}
         tokens = {"tokens": 2 * 16 * groups.dp_size}
         cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, model=model)
         engine = tiny.engine(cfg, groups)

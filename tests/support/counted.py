@@ -102,7 +102,8 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     if watched.beside:
         gc.collect()
         watched.saved |= {place: tensor for place, x in watched.left.items() if (tensor := x()) is not None}
-    tables = (table for layout in itertools.chain(*layouts.values()) for table in (layout.cos, layout.sin))
+    shared = ((layout.cos, layout.sin, layout.tokens) for layout in itertools.chain(*layouts.values()))
+    tables = (table for table in itertools.chain(*shared) if table is not None)
     weights = (tensor for module in network.modules() for tensor in getattr(module, "kept", ()))
     known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *weights, *tables)}
     # The smallest tensor that counts has one number for each token of half a micro-batch, in shards.
