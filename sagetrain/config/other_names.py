@@ -90,6 +90,7 @@ _KEYS: dict[str, str] = {
         "model.delta_net.key_dim": "linear_key_head_dim",
         "model.delta_net.value_dim": "linear_value_head_dim",
         "model.delta_net.conv_size": "linear_conv_kernel_dim",
+        "model.value_embeddings": "value_embeds use_value_embeds value_embedding use_value_embedding value_emb",
         "model.sinks": "attention_sinks learnable_sink learnable_sinks s_aux",
         _NO_DROPOUT: "dropout attention_dropout hidden_dropout",
         "attention.backend": "attn_implementation attention_implementation attn_backend attention_backend "

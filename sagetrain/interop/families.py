@@ -183,7 +183,8 @@ class Family:
             odd = odd or not self.mixture.computes(model.experts)
         wanted = {**_STRUCTURE, **self.model}
         same = all(getattr(model, key) == value for key, value in wanted.items())
-        same = same and model.delta_net is None and ("query_scale" in self.sizes or model.query_scale is None)
+        same = same and model.delta_net is None and not model.value_embeddings
+        same = same and ("query_scale" in self.sizes or model.query_scale is None)
         return self.qk_norm == attention.qk_norm and same and self._has_windows_of(model) and not odd
 
     def _has_windows_of(self, model: ModelConfig) -> bool:
@@ -409,6 +410,7 @@ def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
     asked |= {} if model.query_scale is None else {"query_scale": model.query_scale}
     asked |= {} if model.windows is None else {"windows.pattern": model.windows.pattern}
     asked |= {} if model.delta_net is None else {"delta_net.pattern": model.delta_net.pattern}
+    asked |= {"value_embeddings": True} if model.value_embeddings else {}
     asked |= {} if model.experts is None else {f"experts.{key}": value for key, value in _chosen(model.experts)}
     known = "; ".join(
         f"{each.name.removesuffix('ForCausalLM')}: {_in_words(each.qk_norm, each.model)}"

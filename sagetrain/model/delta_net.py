@@ -63,7 +63,7 @@ class DeltaNet(nn.Module):
         """The norm of each head's output."""
         return [self.o_norm]
 
-    def project(self, x_TD: Tensor | Measured | Pending, *positions_gains_and_tokens: Any) -> tuple[Tensor, ...]:
+    def project(self, x_TD: Tensor | Measured | Pending, *positions_gains_and_tokens: object) -> tuple[Tensor, ...]:
         """Return q, k, v, z, a and b, [T, columns] each. Nothing but x is needed."""
         return *self.qkv(x_TD), *self.gates(x_TD)
 

@@ -402,14 +402,16 @@ def _parameters(plan: Plan) -> str:
 
 
 def _windows(plan: Plan) -> str:
-    """Say which layers see a window of tokens only or have a gated delta net, and whether heads have sinks, or
-    nothing."""
+    """Say which layers see a window of tokens only, have a gated delta net or add embeddings to values, and whether
+    heads have sinks, or nothing."""
     every = [layer.attention.reach.window for layer in layers(plan.cfg.model)]
     within = len(every) - every.count(None)
     windows = f", a window of {max(filter(None, every)):,} tokens in {within} of {len(every)} layers" if within else ""
     deltas = sum(layer.delta_net is not None for layer in layers(plan.cfg.model))
     delta = f", a gated delta net in {deltas} of {len(every)} layers" * bool(deltas)
-    return windows + delta + ", sinks" * plan.cfg.model.sinks
+    tables = sum(layer.value_embeddings for layer in layers(plan.cfg.model))
+    values = f", embeddings added to values in {tables} of {len(every)} layers" * bool(tables)
+    return windows + delta + values + ", sinks" * plan.cfg.model.sinks
 
 
 def _experts(model: ModelConfig, experts: ExpertsConfig) -> str:

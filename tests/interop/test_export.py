@@ -146,12 +146,15 @@ def test_windows_have_a_class_where_one_rope_is_enough(qk_norm, windows, shape, 
             family_of(model, attention)
 
 
-def test_a_pattern_that_no_class_has_is_named_as_it_was_given() -> None:
+@pytest.mark.parametrize(("key", "given", "said"), [
+    ("delta_net", {"key_heads": 2, "pattern": "DF"}, "model.delta_net.pattern DF"),
+    ("value_embeddings", True, "model.value_embeddings true"),
+])  # fmt: skip
+def test_a_layer_that_no_class_has_is_named_as_it_was_given(key: str, given: object, said: str) -> None:
     model = ModelConfig(
-        num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, tie_embeddings=True,
-        delta_net={"key_heads": 2, "pattern": "DF"},
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"model.delta_net.pattern DF: transformers has no class"):
+        num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, tie_embeddings=True, **{key: given}
+    )
+    with pytest.raises(ConfigError, match=f"{said}: transformers has no class"):
         family_of(model, AttentionConfig())
 
 

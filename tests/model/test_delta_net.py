@@ -36,7 +36,7 @@ from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.topology import ParallelGroups
 
 DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 32}
-HYBRID = {"num_layers": 4, "delta_net": DELTA}
+HYBRID = {"num_layers": 4, "delta_net": DELTA, "value_embeddings": True}
 CPU = torch.device("cpu")
 
 
