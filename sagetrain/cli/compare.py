@@ -64,11 +64,11 @@ def compare(
         str | None, typer.Option(metavar="NAME", help="Name of the baseline. Default: the name of its file.")
     ] = None,
     tune: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="KEY=LOW:HIGH",
-            help="Search the best value of this key instead, among values over the range: all of them at full length "
-            "if --budget pays for that with --seeds seeds, or else by successive halving.",
+            help="Search the best value of this key instead, among values over the range: at full length if --budget "
+            "pays for five of them with --seeds seeds, or else by successive halving.",
         ),
     ] = None,
     budget: Annotated[
@@ -130,20 +130,21 @@ def compare(
         named = [word for word in words if word not in overrides]
         line = shlex.join(["sagetrain", *(context.obj or ())])
         failed = 0
-        if tune is not None or budget is not None:
+        if tune or budget is not None:
             from sagetrain.comparing import tuning
 
             others = {
                 "--variant": variant, "--row": row, "--band": band, "--branch": branch, "--baseline": baseline,
                 "--title": title, "--report-only": report_only, "a second configuration": named[1:],
+                "a second --tune (one key at a time)": (tune or [])[1:],
             }  # fmt: skip
-            if tune is None or budget is None or any(others.values()) or len(named) != 1:
+            if not tune or budget is None or any(others.values()) or len(named) != 1:
                 given = [name for name, value in others.items() if value]
                 raise ConfigError(
-                    "--tune KEY=LOW:HIGH and --budget TOKENS go together, with one configuration and overrides"
+                    "one --tune KEY=LOW:HIGH and --budget TOKENS go together, with one configuration and overrides"
                     + (f"; leave out {', '.join(given)}" if given else "")
                 )
-            search = tuning.TuneRequest(named[0], tune, budget, overrides, seeds, allow or [])
+            search = tuning.TuneRequest(named[0], tune[0], budget, overrides, seeds, allow or [])
             key = search.search().key
             where = comparing.places(output or search.default_output(key), run_dirs, per_gpu)
             errors.output = where.output

@@ -1,12 +1,13 @@
 """The search for the best value of a key: which values run for how many tokens, and what the losses say. Nothing here
 starts a run.
 
-If the budget pays for every value at full length, there is one such round. If not, values are left out by successive
-halving. Behind the last round the search follows a best value at its edge, one neighbour after the other.
+If the budget pays for the least number of values at full length, there is one such round. If not, values are left out
+by successive halving. Behind the last round the search follows a best value at its edge, one neighbour after the other.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,11 @@ _SHORTER = 4, 2
 LEAST_STEPS = 4
 
 
+def shown(value: float) -> str:
+    """Return a value as it is written for a key: whole numbers with all their digits."""
+    return f"{value:g}" if value % 1 else f"{value:.0f}"
+
+
 @dataclass(frozen=True)
 class Halving:
     """A search within a budget of tokens. Losses are in nats per token. Rounds are numbered from 0 on."""
@@ -34,13 +40,14 @@ class Halving:
     total_tokens: int
     """The tokens of a whole run, as in the last round."""
     step_tokens: int
+    """The tokens of a step, or of the largest one."""
     seeds: int
     """The number of seeds of the last round. The other rounds have one."""
     budget: int
 
     def check(self) -> None:
         """Check that the range has values, and that the budget suffices for the smallest search. Raises ConfigError."""
-        given = f"--tune {self.key}={self.low:g}:{self.high:g}"
+        given = f"--tune {self}"
         if not self.low < self.high:
             raise ConfigError(f"{given}: the first value is not below the second one; write {self.key}=LOW:HIGH")
         if self.low < 0:
@@ -64,9 +71,12 @@ class Halving:
         if len(values := self.values()) < LEAST:
             raise ConfigError(f"{given}: has {len(values)} values; name a range with {LEAST} or more")
 
+    def __str__(self) -> str:
+        return f"{self.key}={shown(self.low)}:{shown(self.high)}"
+
     @property
     def rounds(self) -> int:
-        return 1 if self._grid(len(self.values())) <= self.budget else len(_SHORTER) + 1
+        return 1 if self.grid(len(self.values())) <= self.budget else len(_SHORTER) + 1
 
     def tokens(self, number: int) -> int:
         """Return the tokens of a run in round `number`, which are whole steps in rounds before the last one."""
@@ -80,26 +90,30 @@ class Halving:
     def planned(self) -> int:
         """The tokens of the rounds, without values beyond the edge of the last one."""
         count = len(self.values())
-        return self._grid(count) if self.rounds == 1 else self._halving(count)
+        return self.grid(count) if self.rounds == 1 else self._halving(count)
 
     def cost(self, count: int) -> int:
         """Return the tokens of the cheaper way to search so many values."""
-        return min(self._grid(count), self._halving(count))
+        return min(self.grid(count), self._halving(count))
 
-    def _grid(self, count: int) -> int:
-        return count * self.seeds * self.total_tokens
+    def grid(self, count: int) -> int:
+        """Return the tokens of so many values at full length."""
+        # The last step may pass the end of the run.
+        return count * self.seeds * -(-self.total_tokens // self.step_tokens) * self.step_tokens
 
     def _halving(self, count: int) -> int:
-        return count * self._shorter(0) + self._second(count) * self._shorter(1) + self._grid(LAST)
+        return count * self._shorter(0) + self._second(count) * self._shorter(1) + self.grid(LAST)
 
     def _shorter(self, number: int) -> int:
         return self.total_tokens // _SHORTER[number] // self.step_tokens * self.step_tokens
 
     def values(self) -> list[float]:
         """Return the values of the first round: with equal ratios, or with equal distances in a range that begins at 0.
-        They are as many as the budget pays for, together with one more run at full length where it halves."""
+        They are as many as the budget pays for at full length. Where it pays for fewer than the least number, they are
+        as many as it pays for by halving, together with one more value at full length."""
         counts = range(LEAST, MOST + 1)
-        paid = [n for n in counts if min(self._grid(n), self._halving(n) + self._grid(1)) <= self.budget]
+        paid = [n for n in counts if self.grid(n) <= self.budget]
+        paid = paid or [n for n in counts if self._halving(n) + self.grid(1) <= self.budget]
         count = max(paid, default=LEAST)
         parts = [number / (count - 1) for number in range(count)]
         if self.low > 0:
@@ -125,7 +139,7 @@ class Halving:
             first = min(max(0, place - 1), max(0, len(every) - LAST))
             return every[first : first + LAST]
         beyond = [value for value in every[max(0, place - 1) : place + 2] if value not in losses]
-        return beyond if spent + self._grid(len(beyond)) <= self.budget else []
+        return beyond if spent + self.grid(len(beyond)) <= self.budget else []
 
     @staticmethod
     def _second(count: int) -> int:
@@ -143,12 +157,13 @@ class Flatness:
     best: float
     """The value with the lowest measured loss."""
     at_edge: bool
-    """Whether it is the first or the last value of the range."""
+    """Whether it is the first or the last value of the range, and more values are beyond: none is below 0."""
     lowest: float | None
     """The value at which the parabola has its lowest loss. None: there is none, for example because the best value is
     at an edge of the last round."""
     within: tuple[float, float] | None
-    """The range of values whose loss is less than the margin above the lowest one, by the parabola."""
+    """The range of values whose loss is less than the margin above the lowest one: by the parabola between the values
+    that it goes through, and beyond them as far as measured losses are so."""
     twice: float | None
     """The loss at half and at twice the lowest value, above the lowest one: the mean of both. None where values are not
     searched by ratios."""
@@ -159,7 +174,7 @@ def flatness(search: Halving, losses: Mapping[float, float], margin: float) -> F
     logarithm of the value in a range above 0. `margin` is the difference in loss that does not matter."""
     best = min(losses, key=lambda value: losses[value])
     every = search.values()
-    at_edge = best in (every[0], every[-1])
+    at_edge = best in (every[0], every[-1]) and best != 0
     measured = sorted(losses)
     place = measured.index(best)
     around = measured[place - 1 : place + 2] if place else []
@@ -170,7 +185,19 @@ def flatness(search: Halving, losses: Mapping[float, float], margin: float) -> F
     half = math.sqrt(margin / bend)
     back = math.exp if search.low > 0 else float
     twice = bend * math.log(2) ** 2 if search.low > 0 else None
-    return Flatness(best, at_edge, back(centre), (back(centre - half), back(centre + half)), twice)
+    most = losses[best] - bend * (search.place(best) - centre) ** 2 + margin
+    low, high = back(centre - half), back(centre + half)
+    if low < around[0]:
+        low = _last_below(most, measured[place - 1 :: -1], losses)
+    if high > around[2]:
+        high = _last_below(most, measured[place + 1 :], losses)
+    return Flatness(best, at_edge, back(centre), (low, high), twice)
+
+
+def _last_below(most: float, values: Sequence[float], losses: Mapping[float, float]) -> float:
+    """Return the last of the values before one whose loss is above `most`. The first value counts in any case."""
+    first, *others = values
+    return [first, *itertools.takewhile(lambda value: losses[value] <= most, others)][-1]
 
 
 def _parabola(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

@@ -188,7 +188,12 @@ class Question:
                         "what it measures, and the runs of a pair share theirs. Use constant, ramp or stages, or "
                         "accept the difference with --allow tokens_per_step"
                     )
-                for key, (ours, theirs) in differences(baseline, flat(cfg.model_dump(mode="json"))).items():
+                changed = differences(baseline, flat(cfg.model_dump(mode="json")))
+                idle = {finding.key: finding for finding in findings if finding.rule == "no_effect"}
+                if changed and changed.keys() <= idle.keys():
+                    said = "; ".join(f"{idle[key].key} {idle[key].message}" for key in changed)
+                    problems.append(f"{variant.name}: would be the same runs as {self.baseline}: {said}")
+                for key, (ours, theirs) in changed.items():
                     if _within(key, SHARED) and not _within(key, (*_FREE, *self.allow)):
                         problems.append(
                             f"{key}: {ours!r} in {self.baseline}, {theirs!r} in {variant.name}: the runs of a pair "

@@ -51,7 +51,6 @@ class Stop:
     def __init__(self, seconds: float | None = None):
         self.why, self.at_once, self._asked = "", False, False
         self._deadline = None if seconds is None else time.monotonic() + seconds
-        self._seconds = seconds
 
     def __enter__(self) -> Stop:
         numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -69,7 +68,7 @@ class Stop:
 
     def __bool__(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.why = self.why or f"--time-limit {self._seconds:g}"
+            self.why = self.why or "--time-limit"
         return bool(self.why)
 
 

@@ -7,13 +7,13 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sagetrain.comparing import runner
 from sagetrain.comparing.command import PAGE, TABLES, Places, Say, compare
-from sagetrain.comparing.halving import Halving
+from sagetrain.comparing.halving import LEAST, Halving, shown
 from sagetrain.comparing.question import Question, Setting
 from sagetrain.comparing.results import Results
 from sagetrain.comparing.run_records import FAILED, FINISHED, Record
@@ -54,13 +54,15 @@ class TuneRequest:
                 f"--tune {self.range!r}: is written KEY=LOW:HIGH, for example optimizer.lr=1e-4:1e-2"
             ) from None
         cfg = load_config(self.config, [*self.overrides, _setting(key, high)])
-        tokens = _refuse(key, cfg.tokens_per_step, cfg.lr_schedule)
         value = flat(cfg.model_dump(mode="json")).get(key)
         if not isinstance(value, (int, float)):
             raise ConfigError(f"--tune {key}: is no number that can be searched; name a key of one number")
         whole, total = isinstance(value, int), cfg.training.total_tokens
+        tokens = max(cfg.tokens_per_step.named_tokens.values())
         found = Halving(key, low, high, whole, total, tokens, self.seeds, self.budget)
         found.check()
+        if said := [*_not_scaled(found, cfg.tokens_per_step, cfg.lr_schedule)]:
+            raise ConfigError("\n  ".join([f"--tune {key}: nothing was started:", *said]))
         return found
 
     def question(self, search: Halving, number: int, values: Sequence[float]) -> Question:
@@ -76,29 +78,23 @@ class TuneRequest:
         return Path(f"{load_config(self.config, self.overrides).training.run_dir}-tune-{key}")
 
 
-def _refuse(key: str, steps: TokensPerStepConfig, schedule: LrScheduleConfig) -> int:
-    """Check that a shorter run is the same run on a smaller scale, and return the tokens of a step. Raises ConfigError
-    that names the setting which does not shrink with the run."""
-    said = []
-    if key == "training.total_tokens":
-        said.append(f"{key}: is what rounds differ in; tune another key")
+def _not_scaled(search: Halving, steps: TokensPerStepConfig, schedule: LrScheduleConfig) -> Iterator[str]:
+    """Yield a message for each setting by which a shorter run is not the same run on a smaller scale."""
+    if search.key == "training.total_tokens":
+        yield f"{search.key}: is what rounds differ in; tune another key"
+    if search.rounds == 1:
+        return
+    why = "does not shrink with the runs of early rounds"
+    or_pay = f", or --budget {search.grid(LEAST):,}, which pays for {LEAST} values at full length"
     if not isinstance(steps, ConstantTokens):
-        said.append(
-            f"tokens_per_step.schedule = {steps.schedule}: does not shrink with the runs of early rounds; use constant"
-        )
+        yield f"tokens_per_step.schedule = {steps.schedule}: {why}; use constant{or_pay}"
     for share, tokens in (("warmup", schedule.warmup_tokens), ("decay", schedule.decay_tokens)):
-        if tokens or key == f"lr_schedule.{share}_tokens":
-            said.append(
-                f"lr_schedule.{share}_tokens = {tokens}: does not shrink with the runs of early rounds; use "
-                f"lr_schedule.{share}, a share of the run"
-            )
-    if said or not isinstance(steps, ConstantTokens):
-        raise ConfigError("\n  ".join([f"--tune {key}: nothing was started:", *said]))
-    return steps.tokens
+        if tokens:
+            yield f"lr_schedule.{share}_tokens = {tokens}: {why}; use lr_schedule.{share}, a share of the run{or_pay}"
 
 
 def _setting(key: str, value: float) -> str:
-    return f"{key}={str(value).removesuffix('.0')}"  # A whole number is written without a point.
+    return f"{key}={shown(value)}"
 
 
 def tune(
@@ -123,13 +119,15 @@ def tune(
         The results of the rounds that began.
     """
     search, begin = request.search(), time.monotonic()
-    _keep(search, request, where.output)
     values, found, rounds = search.values(), list[Results](), list[Round]()
+    # A folder is not taken by a search that cannot begin.
+    request.question(search, 0, values).check()
+    _keep(search, request, where.output)
     say(f"{search.key}: {many(len(values), 'value')}, {search.planned:,} of {search.budget:,} tokens")
     for number in itertools.count():
         left = None if time_limit is None else time_limit - (time.monotonic() - begin)
         if left is not None and left <= 0:
-            say(f"stopped by --time-limit {time_limit:g}; the same command continues")
+            say("stopped by --time-limit; the same command continues")
             break
         name = f"round-{number + 1}"
         say(f"{name}: {many(len(values), 'value')}, {search.tokens(number):,} tokens each")
@@ -143,15 +141,14 @@ def tune(
             break
         names = dict(zip((variant.name for variant in question.variants), values, strict=True))
         losses = {value: [_loss(run) for job, run in ended.items() if names[job.variant] == value] for value in values}
+        spent = sum(run.tokens for run in ended.values())
         if number < search.rounds:
-            rounds.append(Round(search.tokens(number), losses))
+            rounds.append(Round(search.tokens(number), losses, spent))
         else:
-            rounds[-1] = Round(search.tokens(number), {**rounds[-1].losses, **losses})
+            rounds[-1] = Round(search.tokens(number), {**rounds[-1].losses, **losses}, rounds[-1].spent + spent)
         means = rounds[-1].means
         if not any(map(math.isfinite, means.values())):
-            raise ConfigError(
-                f"--tune {search.key}={search.low:g}:{search.high:g}: every run of {name} diverged; name another range"
-            )
+            raise ConfigError(f"--tune {search}: every run of {name} diverged; name another range")
         values = search.next_round(number, means, sum(each.spent for each in rounds))
         if not values:
             break

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sagetrain.comparing.halving import Flatness, Halving, flatness
-from sagetrain.comparing.statistics import judge
+from sagetrain.comparing.halving import Flatness, Halving, flatness, shown
+from sagetrain.comparing.statistics import Difference, judge
 from sagetrain.config.errors import many
 
 PLOT = "tune.png"
@@ -26,15 +26,12 @@ class Round:
     """The tokens of each of its runs."""
     losses: Mapping[float, Sequence[float]]
     """The losses of each value, one for each seed; infinite where a run diverged."""
+    spent: int
+    """The tokens that all its runs have seen."""
 
     @property
     def means(self) -> dict[float, float]:
         return {value: statistics.fmean(losses) for value, losses in self.losses.items()}
-
-    @property
-    def spent(self) -> int:
-        """The tokens of all its runs."""
-        return self.tokens * sum(map(len, self.losses.values()))
 
 
 def page(
@@ -50,7 +47,7 @@ def page(
         "verdict": verdict,
         "tokens": spent,
         "rounds": [
-            {"tokens": each.tokens, "losses": {f"{v:g}": [*x] for v, x in each.losses.items()}} for each in rounds
+            {"tokens": each.tokens, "losses": {shown(v): [*x] for v, x in each.losses.items()}} for each in rounds
         ],
         "best": found.best if found else None,
         "lowest": found.lowest if found else None,
@@ -66,25 +63,33 @@ def _verdict(search: Halving, found: Flatness | None, last: Round, margin: float
     means = last.means
     if found is None:
         best = min(means, key=lambda value: means[value])
-        return f"Not finished: {search.key}={best:g} is the best after runs of {last.tokens:,} tokens"
-    words = f"{search.key}={found.best:g} is the best of those measured, with a loss of {means[found.best]:.4f}"
+        return f"Not finished: {search.key}={shown(best)} is the best after runs of {last.tokens:,} tokens"
+    words = f"{search.key}={shown(found.best)} is the best of those measured, with a loss of {means[found.best]:.4f}"
+    above = {value: _above(last, value, found.best) for value in sorted(means)}
+    seeds = len(last.losses[found.best])
+    if alike := [shown(value) for value, judged in above.items() if seeds > 1 and judged and judged.call != "worse"]:
+        words += f" (not told apart from {', '.join(alike)} by {seeds} seeds)"
     if found.at_edge:
         edge = "lowest" if found.best == search.values()[0] else "highest"
-        beyond = f"the best one may lie beyond; widen {search.low:g}:{search.high:g}"
+        beyond = f"the best one may lie beyond; widen {shown(search.low)}:{shown(search.high)}"
         return f"{words}: it is the {edge} value of the range, so {beyond}"
     if found.within is None:
         low, high = min(means), max(means)
+        if found.best == 0:
+            return f"{words}, and none is below"
         if found.best in (low, high):
             edge = "lowest" if found.best == low else "highest"
             words += f": it is the {edge} value of the last round, so the best one may lie beyond"
-            return f"{words}; search on with --tune {search.key}={found.best / 2:g}:{found.best * 2:g}"
+            return f"{words}; search on with --tune {search.key}={shown(found.best / 2)}:{shown(found.best * 2)}"
         return f"{words}. No parabola through the last round has its lowest point there, so no range is given"
     low, high = found.within
     words += (
         f". From {low:.2g} to {high:.2g} the loss is less than {margin:g} above the lowest one, at {found.lowest:.2g}"
     )
     if found.twice is not None:
-        words += f"; half or twice of it costs {found.twice:.3f}"
+        words += (
+            f"; half or twice of it costs {found.twice:.3f}, by the parabola through the best value and the next ones"
+        )
     return words
 
 
@@ -97,8 +102,8 @@ def _table(search: Halving, rounds: Sequence[Round], complete: bool) -> Iterator
     best = min(last.means, key=lambda value: last.means[value])
     for value in search.values():
         cells = [_cell(each.losses.get(value)) for each in rounds]
-        more = [_gap(last, value, best)] if complete else []
-        yield "| " + " | ".join([f"**{value:g}**" if value == best else f"{value:g}", *cells, *more]) + " |"
+        more = [_gap(_above(last, value, best))] if complete else []
+        yield "| " + " | ".join([f"**{shown(value)}**" if value == best else shown(value), *cells, *more]) + " |"
 
 
 def _cell(losses: Sequence[float] | None) -> str:
@@ -109,13 +114,17 @@ def _cell(losses: Sequence[float] | None) -> str:
     return f"{mean:.4f}{seeds}" if math.isfinite(mean) else "diverged"
 
 
-def _gap(last: Round, value: float, best: float) -> str:
+def _above(last: Round, value: float, best: float) -> Difference | None:
+    """Return how far a value is above the best one. None if it was not measured, or diverged."""
     if value == best or value not in last.losses:
-        return ""
+        return None
     pairs = [ours - theirs for ours, theirs in zip(last.losses[value], last.losses[best], strict=True)]
-    if not all(map(math.isfinite, pairs)):
+    return judge(pairs, 0.0) if all(map(math.isfinite, pairs)) else None
+
+
+def _gap(judged: Difference | None) -> str:
+    if judged is None:
         return ""
-    judged = judge(pairs, 0.0)
     return f"{judged.gap:.4f}" + (f" ± {judged.uncertainty:.4f}" if judged.uncertainty is not None else "")
 
 
