@@ -67,6 +67,7 @@ def test_masters_that_are_refused_are_not_warned_of(engine: str) -> None:
     {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["k", "v"]}, "lr_of": {"gain": 1e-3}, "moments": "int8"}},
     {"optimizer": {"master": "bf16_chance", "moments": "bf16"}, "parallel": FSDP},
     {"optimizer": {"lr_of": {"head": 1e-3}, "lr_base_width": 16, "weight_decay": 40.0, "weight_decay_lr": 1e-3}},
+    {"optimizer": {"lr_of": {"embedding": 1e-3}, "lr_base_width": 16}, "model": {"tie_embeddings": True}},
     {"training": {"activation_checkpointing": 2}}, {"training": {"activation_checkpointing": "auto"}},
 ])  # fmt: skip
 def test_what_optimizers_can_do_has_no_finding(sections: dict) -> None:

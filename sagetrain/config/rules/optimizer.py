@@ -34,7 +34,7 @@ def _unread_rates(cfg: RunConfig) -> Iterator[Finding]:
         yield no_effect("optimizer.lr_of.head", optimizer.lr_of.head, why)
     if optimizer.weight_decay_lr is not None and not optimizer.weight_decay:
         yield no_effect("optimizer.weight_decay_lr", optimizer.weight_decay_lr, "optimizer.weight_decay 0")
-    if optimizer.lr_base_width is not None and cfg.model.tie_embeddings:
+    if optimizer.lr_base_width is not None and cfg.model.tie_embeddings and optimizer.lr_of.embedding is None:
         yield About("base_width_tied", "optimizer.lr_base_width", optimizer.lr_base_width).warning(
             "leaves the rate of the tied embedding as it is, and an output projection wants a smaller one in a wider "
             "model",
