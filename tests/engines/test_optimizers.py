@@ -33,6 +33,7 @@ from sagetrain.optim.weights import ChanceWeights, KahanWeights, chance
 from sagetrain.stability.spikes import Verdict
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL |= {"value_embeddings": True}
 STEPS = 2
 RATES = {"lr_of": {"embedding": 1.5e-2, "head": 4e-2}, "lr_base_width": 16, "weight_decay_lr": 0.02}
 """Rates of their own for tensors and for weight decay."""
@@ -47,7 +48,7 @@ def config(
 
 def matrices() -> list[TensorSpec]:
     """Return the matrices of a model in which q, k and v, cut by rows, have the shape of out, cut by columns."""
-    cfg = tiny.config(1, model={**MODEL, "num_key_value_heads": 4})
+    cfg = tiny.config(1, model={**MODEL, "num_key_value_heads": 4, "value_embeddings": False})
     return [spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB) if spec.kind == "matrix"]
 
 

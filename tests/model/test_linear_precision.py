@@ -196,18 +196,19 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
     effect of rounding."""
     torch.set_num_threads(1)
     groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, cp_size))
+    shape = SHAPE.model_copy(update={"value_embeddings": cp_size == 1})
     again = ({"activation_checkpointing": how} for how in ("full", "selective"))
     ways = [{"sequence_parallel": True}, {"overlap": False}, *again]
-    exact = of_first_rank(lambda: results(model(SIXTEEN_BITS)))
+    exact = of_first_rank(lambda: results(model(SIXTEEN_BITS, shape=shape)))
     if cp_size > 1:  # Each precision goes its ways, which do not depend on the slices of sequences.
         each = {"fp8": ways[1:3], "int8": [ways[0], ways[3]]}
     else:
         each = {"fp8": ways[:2], "int8": ways[::2] + ways[3:]}
     for name in LOW_BIT:
         linear = linear_of(name, head=name)
-        dense = of_first_rank(lambda linear=linear: results(model(linear)))
+        dense = of_first_rank(lambda linear=linear: results(model(linear, shape=shape)))
         for how in each[name] if tp_size > 1 else [{}]:
-            spread = model(linear, groups, **how)
+            spread = model(linear, groups, shape, **how)
             if how == ways[0] and cp_size == 1 and name == "fp8":
                 tiny.compile_first_rank(spread)
             spread.keep_weights()
@@ -224,7 +225,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
             if cp_size > 1:  # Blocks are not compiled again here.
                 spread.zero_grad()
                 spread.use_16_bits()
-                wide = results(model(SIXTEEN_BITS, groups, **how), groups)
+                wide = results(model(SIXTEEN_BITS, groups, shape, **how), groups)
                 assert all(map(torch.equal, results(spread, groups), wide)), case
 
 

@@ -357,22 +357,23 @@ def test_bf16_stays_near_fp32() -> None:
     assert half(_batch()[0]).dtype == torch.bfloat16
 
 
-def test_initialization() -> None:
-    model = _model("plain", seed=3)
-    config = SHAPES["plain"]
+@pytest.mark.parametrize("shape", ["plain", "values"])
+def test_initialization(shape: str) -> None:
+    model = _model(shape, seed=3)
+    config = SHAPES[shape]
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            assert (parameter == 1).all(), name
+        if parameter.ndim == 1 or name.endswith("gates.values"):
+            assert (parameter == (parameter.ndim == 1)).all(), name
             continue
         residual = name.endswith(("out.weight", "down.weight"))
         std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
         assert parameter.std().item() == pytest.approx(std, rel=0.1), name
         assert abs(parameter.mean()) < 0.1 * std, name
-    same, other = _model("plain", seed=3), _model("plain", seed=4)
+    same, other = _model(shape, seed=3), _model(shape, seed=4)
     for a, b, c in zip(model.parameters(), same.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-        assert a.ndim == 1 or not torch.equal(a, c)
-    half = _model("plain", seed=3, dtype=torch.bfloat16)
+        assert a.ndim == 1 or not a.any() or not torch.equal(a, c)
+    half = _model(shape, seed=3, dtype=torch.bfloat16)
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
 
 
