@@ -43,7 +43,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 TEN = bool(os.environ.get("TEN"))
-BYTES_PER_TOKEN = 1860099 / 430537 if TEN else 3.812
+BYTES_PER_TOKEN = float(os.environ.get("BYTES_PER_TOKEN", 1860099 / 430537 if TEN else 3.812))
 """Bytes of the held-out text beside its tokens."""
 VALID, POINTS, WARM = 192, 9 if TEN else 8, 4 if TEN else 12
 MICRO = min(16, SEQUENCES) if TEN else SEQUENCES
@@ -244,10 +244,11 @@ def timed(
                 sync()
                 passed = time.monotonic() - began
         stopped = time.monotonic()
-        bits = sum(arm.held(valid, part) for part in rows) / len(rows) / math.log(2) / BYTES_PER_TOKEN
-        found.append([round(passed, 2), round(bits, 5)])
+        held = [arm.held(valid, part) for part in rows]
+        found.append([round(passed, 2), round(fmean(held) / math.log(2) / BYTES_PER_TOKEN, 5)])
+        row = {"steps": steps, "tokens": steps * TOKENS, "bits": found[-1], "held": [round(x, 4) for x in held]}
         with curve.open("a") as file:
-            file.write(json.dumps({"steps": steps, "tokens": steps * TOKENS, "bits": found[-1]}) + "\n")
+            file.write(json.dumps(row) + "\n")
         began += time.monotonic() - stopped
     return {"steps": steps, "tokens": steps * TOKENS, "bits": found}
 
