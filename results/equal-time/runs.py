@@ -101,6 +101,10 @@ def share(passed: float, warmup: float, end: float, line: float | None = None) -
     return end + (1 - end) * (1 + math.cos(math.pi * falling)) / 2
 
 
+def is_ours(name: str) -> bool:
+    return name.split(" +")[0] in OURS
+
+
 class Arm(Protocol):
     settings: str
 
@@ -110,8 +114,11 @@ class Arm(Protocol):
 
 
 def recipe(name: str) -> tuple[RunConfig, Knobs, float | None]:
-    """Return the configuration of one of OURS, its knobs, and its line."""
-    rule, knobs, changes, line = OURS[name]
+    """Return the configuration of one of OURS, its knobs, and its line. Keys may follow: "int8 +optimizer.lr=2e-3"."""
+    first, *others = name.split(" +")
+    rule, knobs, changes, line = OURS[first]
+    changes = changes | {key: json.loads(value) for key, value in (each.split("=") for each in others)}
+    knobs = knobs._replace(lr=float(changes.pop("optimizer.lr", knobs.lr)))
     tree = config(rule, "bf16", 400, knobs).model_dump(mode="json")
     for key, value in changes.items():
         *sections, last = key.split(".")
@@ -259,7 +266,7 @@ def worker(name: str, asked: argparse.Namespace, pipe: Connection) -> None:
     train, valid = (text_of(asked.text, kind) for kind in ("train", "valid"))
     pipe.recv()
     born = time.monotonic()
-    if name in OURS:
+    if is_ours(name):
         arm: Arm = Ours(name, asked.out, device, asked.steps is not None)
     else:
         arm = Raced(device) if name == "speed run" else Plain(name, device)
@@ -308,12 +315,12 @@ def main() -> None:
         processes.append(spawn.Process(target=worker, args=(name, asked, end), daemon=True))
         processes[-1].start()
         end.close()
-    for name in sorted(asked.arms, key=lambda name: name not in OURS):
+    for name in sorted(asked.arms, key=lambda name: not is_ours(name)):
         pipes[name].send("begin")
-        if name in OURS and not asked.steps:  # `auto` finds by times what it stands for, so nothing else may run.
+        if is_ours(name) and not asked.steps:  # `auto` finds by times what it stands for, so nothing else may run.
             _heard(pipes, name)
     for name in asked.arms:
-        for _ in range(1 if name in OURS and not asked.steps else 2):
+        for _ in range(1 if is_ours(name) and not asked.steps else 2):
             print(_heard(pipes, name), flush=True)
     print(f"{time.monotonic() - born:.0f} s until all were ready", flush=True)
     seconds, runs = asked.seconds, asked.seeds * max(len(pipes), 1)
