@@ -53,7 +53,6 @@ TUNED, MUON = Knobs(2e-3, 0.75, 1.6e-2, 0.1), Knobs(4e-3, 0.5, 1.6e-2, 0.1)
 LINE, QUICK = MUON._replace(warmup=0.2), {"optimizer.betas": [0.8, 0.95], "optimizer.muon.momentum": 0.9}
 UNTIED = {"model.tie_embeddings": False, "optimizer.lr_of.head": 4e-3}
 EVEN = {"optimizer.weight_decay_lr": 4e-3}
-VALUES = EVEN | {"model.value_embeddings": True}
 INT8 = {
     "attention.backend": "sage", "attention.recipe": "scores", "linear.precision": "int8",
     "data.document_attention": False, "data.document_positions": False, "data.micro_batch_size": MICRO,
@@ -81,7 +80,6 @@ OURS: dict[str, tuple[str, Knobs, dict[str, Any], float | None]] = {
     "untied, quick": ("muon", LINE._replace(embedding=6.4e-2), UNTIED | QUICK, 0.65),
     "int8": ("muon", LINE._replace(embedding=6.4e-2, warmup=0.1), UNTIED | QUICK | INT8, 0.65),
     "int8 even": ("muon", LINE._replace(embedding=6.4e-2, warmup=0.1), UNTIED | QUICK | INT8 | EVEN, 0.65),
-    "int8 even values": ("muon", LINE._replace(embedding=6.4e-2, warmup=0.1), UNTIED | QUICK | INT8 | VALUES, 0.65),
     "untied, quick, 2e-3": ("muon", LINE._replace(lr=2e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
     "untied, quick, 8e-3": ("muon", LINE._replace(lr=8e-3, embedding=6.4e-2), UNTIED | QUICK, 0.65),
 }

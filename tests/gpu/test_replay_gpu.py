@@ -22,7 +22,14 @@ from sagetrain.stability.spikes import Verdict
 
 pytestmark = needs_gpu()
 LENGTH, VOCAB, STEPS = 512, 512, 20
-SHAPE = {"num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": VOCAB}
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "value_embeddings": True,
+}
 CASES = {
     "bf16": ("bf16", {"backend": "sage", "recipe": "fine"}),
     "INT8": ("int8", {"backend": "sage", "recipe": "scores"}),

@@ -22,7 +22,14 @@ from sagetrain.stability.noise_scale import GradientNoise
 
 pytestmark = needs_gpu()
 LENGTH, VOCAB = 512, 512
-SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": VOCAB}
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "value_embeddings": True,
+}
 CASES = {
     "bf16, sdpa": ("bf16", {"backend": "sdpa"}, "none"),
     "INT8, scores": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
