@@ -298,12 +298,15 @@ def int8_limits(figure: Figure) -> None:
 
 
 def equal_time(figure: Figure) -> None:
-    rows, panel = tables("equal-time")[0], figure.subplots()
-    for row in rows:
-        points = [(number(name), number(cell)) for name, cell in row.items() if name.endswith(" s")]
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=plain(row["arm"]))
-    panel.set(xlabel="seconds of training on one H200", ylabel="bits per byte of held-out text")
-    panel.legend(fontsize=8)
+    rows = tables("equal-time")[0]
+    texts = dict.fromkeys(row["text"] for row in rows)
+    for text, panel in zip(texts, figure.subplots(1, len(texts)), strict=True):
+        for row in rows:
+            if row["text"] == text:
+                points = [(number(name), number(cell)) for name, cell in row.items() if name.endswith(" s")]
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=plain(row["arm"]))
+        panel.set(title=text, xlabel="seconds of training on one H200", ylabel="bits per byte of held-out text")
+        panel.legend(fontsize=7)
 
 
 def recipe_parts(figure: Figure) -> None:

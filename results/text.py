@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -54,20 +55,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--site", action="append", help="a folder of packages; by default those of this Python")
-    asked, seen, counts = parser.parse_args(), set[bytes](), Counter[str]()
+    parser.add_argument("--characters", type=float, default=math.inf, help="about so many, by the hash of the source")
+    asked, seen, counts, kept = parser.parse_args(), set[bytes](), Counter[str](), list[tuple[bytes, dict[str, str]]]()
     found = distributions(path=asked.site) if asked.site else distributions()
+    for package in sorted(found, key=lambda package: package.name):
+        if (named := licence(package)) is None:
+            continue
+        for path, text in documents(package):
+            key = hashlib.sha256(" ".join(text.split()).encode()).digest()
+            if key not in seen:
+                seen.add(key)
+                source = f"{package.name} {package.version}:{path}"
+                place = hashlib.sha256(source.encode()).digest() if asked.characters < math.inf else b""
+                kept.append((place, {"text": text, "source": source, "license": named}))
     with asked.out.open("w", encoding="utf-8") as file:
-        for package in sorted(found, key=lambda package: package.name):
-            if (named := licence(package)) is None:
-                continue
-            for path, text in documents(package):
-                key = hashlib.sha256(" ".join(text.split()).encode()).digest()
-                if key not in seen:
-                    seen.add(key)
-                    source = f"{package.name} {package.version}:{path}"
-                    file.write(json.dumps({"text": text, "source": source, "license": named}) + "\n")
-                    counts[named] += len(text)
-                    counts["documents"] += 1
+        for _, document in sorted(kept, key=lambda each: each[0]):
+            if sum(counts.values()) - counts["documents"] > asked.characters:
+                break
+            file.write(json.dumps(document) + "\n")
+            counts[document["license"]] += len(document["text"])
+            counts["documents"] += 1
     for name, count in counts.most_common():
         print(f"{count:>12,} {name if name == 'documents' else f'characters under {name}'}")
 

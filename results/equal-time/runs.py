@@ -262,6 +262,9 @@ def worker(name: str, asked: argparse.Namespace, pipe: Connection) -> None:
     device = init_distributed(timeout_minutes=10)
     torch.set_num_threads(2)
     train, valid = (text_of(asked.text, kind) for kind in ("train", "valid"))
+    if asked.beside:
+        more, half = (text_of(asked.beside, kind) for kind in ("train", "valid")), VALID // 2 * LENGTH
+        train, valid = torch.cat([train, next(more)]), torch.cat([valid[:half], next(more)[: half + 1]])
     pipe.recv()
     born = time.monotonic()
     if is_ours(name):
@@ -299,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--beside", type=Path, help="a second text, with half of the held-out sequences")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a run")
     parser.add_argument("--total", type=float, help="seconds of all: runs are made shorter to fit")
     parser.add_argument("--arms", nargs="*", default=["sagetrain", "pytorch tuned", "pytorch usual", "speed run"])
