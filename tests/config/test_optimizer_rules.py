@@ -32,6 +32,7 @@ CASES = [
      "base_width_tied", "optimizer.lr_base_width", "set optimizer.lr_of.embedding for this width"),
     ({"optimizer": {"moments": "bf16", "betas": [0.9, 0.999]}},
      "moments_stand_still", "optimizer.moments", "use fp32 or int8, or a second beta of at most 0.99609"),
+    ({"model": {"value_embeddings": True}}, "value_embeddings_epsilon", "optimizer.eps", "use optimizer.eps: 1e-10"),
     ({"optimizer": {"master": "bf16_chance"}, "parallel": {"engine": "deepspeed"}},
      "bf16_masters_need_fsdp", "optimizer.master", "parallel.engine: fsdp"),
     ({"optimizer": {"master": "bf16_kahan"}, "parallel": FSDP, "training": {"dtype": "fp32"}},

@@ -21,6 +21,7 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     yield from _unread_rates(cfg)
     yield from _muon(cfg.optimizer)
     yield from _moments(cfg.optimizer)
+    yield from _epsilon(cfg)
     yield from _master(cfg, layout)
 
 
@@ -63,6 +64,17 @@ def _moments(cfg: OptimizerConfig) -> Iterator[Finding]:
             f"rounds to 8 bits, and optimizer.betas {list(cfg.betas)} changes the second moment by {1 - beta:g} of "
             f"itself in a step: below {_BF16_STEP:g} it would stay as it is",
             f"use fp32 or int8, or a second beta of at most {1 - _BF16_STEP:g}",
+        )
+
+
+def _epsilon(cfg: RunConfig) -> Iterator[Finding]:
+    eps = cfg.optimizer.eps
+    if cfg.model.value_embeddings and eps > 1e-9:
+        yield About("value_embeddings_epsilon", "optimizer.eps", eps).warning(
+            "holds back the embeddings that model.value_embeddings adds to values: half of their gradients were below "
+            "1e-7 at 65,536 tokens per step, and with 1e-10 the loss was 0.030 bits per byte lower after 200 steps at "
+            "338M (one seed: results/equal-time)",
+            "use optimizer.eps: 1e-10",
         )
 
 
