@@ -166,7 +166,7 @@ class Question:
 
     def check(self) -> None:
         """Check that the runs can be compared and can start. Raises ConfigError that names all that prevents it."""
-        problems = [*self._unknown_allowed(), *self._no_branch()]
+        problems, of_runs = [*self._unknown_allowed(), *self._no_branch()], dict[str, list[str]]()
         for row in self.rows:
             baseline = flat(self.config(Job(row.name, self.baseline, 0)).model_dump(mode="json"))
             for variant in self.variants:
@@ -175,16 +175,15 @@ class Question:
                 cfg = load_config(path, overrides)
                 fetch_sources(cfg.data)
                 findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
-                problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
-                problems += [f"{variant.name}: {said}" for said in _timed(cfg)]
+                wrong = [*(str(finding) for finding in findings if finding.level == "error"), *_timed(cfg)]
                 if url := cfg.training.run_url:
-                    problems.append(
-                        f"{variant.name}: training.run_url {url}: the runs of a comparison keep their checkpoints in "
+                    wrong.append(
+                        f"training.run_url {url}: the runs of a comparison keep their checkpoints in "
                         "folders of their own on a disk; leave it out (training.run_url=null)"
                     )
                 if isinstance(cfg.tokens_per_step, NoiseAwareTokens) and not _within("tokens_per_step", self.allow):
-                    problems.append(
-                        f"{variant.name}: tokens_per_step.schedule noise_aware: each run would decide its own steps by "
+                    wrong.append(
+                        "tokens_per_step.schedule noise_aware: each run would decide its own steps by "
                         "what it measures, and the runs of a pair share theirs. Use constant, ramp or stages, or "
                         "accept the difference with --allow tokens_per_step"
                     )
@@ -192,7 +191,9 @@ class Question:
                 idle = {finding.key: finding for finding in findings if finding.rule == "no_effect"}
                 if changed and changed.keys() <= idle.keys():
                     said = "; ".join(f"{idle[key].key} {idle[key].message}" for key in changed)
-                    problems.append(f"{variant.name}: would be the same runs as {self.baseline}: {said}")
+                    wrong.append(f"the same runs as {self.baseline}: {said}")
+                for said in wrong:
+                    of_runs.setdefault(said, []).append(variant.name)
                 for key, (ours, theirs) in changed.items():
                     if _within(key, SHARED) and not _within(key, (*_FREE, *self.allow)):
                         problems.append(
@@ -200,6 +201,8 @@ class Question:
                             "share initialization, samples and steps. Give both the same"
                             + ("" if key in OWN else f", or accept the difference with --allow {key}")
                         )
+        # A search may have 17 variants with the same mistake.
+        problems += [f"{', '.join(dict.fromkeys(names))}: {said}" for said, names in of_runs.items()]
         if problems:
             raise ConfigError("\n  ".join(["these runs cannot be compared; nothing was started:", *problems]))
 

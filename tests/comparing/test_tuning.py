@@ -204,7 +204,7 @@ def test_a_search_that_cannot_begin_takes_no_folder(base: Path, tmp_path: Path) 
             go(base, tmp_path, runs_of(square, started), more=[wrong])
     request = TuneRequest(str(base), "optimizer.lr_of.router=1e-4:1e-2", 10**9, LONG)
     start = runs_of(square, started)
-    with pytest.raises(ConfigError, match=r"router=0.01: would be the same runs .* has no effect with a model without"):
+    with pytest.raises(ConfigError, match=r"=0.0075, router=0.01: the same runs .* has no effect with a model without"):
         tune(request, Places(tmp_path, tmp_path, (), 1, "CPU"), print, command="", margin=0.01, start=start)
     assert not started and not [*tmp_path.iterdir()]
     go(base, tmp_path, runs_of(square, started))
