@@ -3,7 +3,11 @@
 from runs import check_killed, check_scored, log_of, rows_of, sagetrain
 
 SECTIONS: dict[str, dict] = {
-    "model": {"delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}, "num_layers": 4},
+    "model": {
+        "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16},
+        "num_layers": 4,
+        "value_embeddings": True,
+    },
     "attention": {"backend": "sage", "recipe": "scores"},
     "linear": {"precision": "int8", "keep_last_fraction": 0.3},
     "optimizer": {"name": "muon"},

@@ -158,8 +158,8 @@ class ModelConfig(Section):
     value_embeddings: bool = False
     """Add embeddings of the tokens to the values of attention in every second layer, the last one included, each head's
     times a gate that reads the layer's input, as nanochat does. They are vocabulary x key/value width more weights in
-    each of these layers: memory and optimizer states, and hardly any time. They have the learning rate of the
-    embedding. Layers with a gated delta net have none, and the classes of transformers that we export to neither."""
+    each of these layers: memory and optimizer states, and little time. They have the learning rate of the embedding.
+    Layers with a gated delta net have none, and the classes of transformers that we export to neither."""
     experts: ExpertsConfig | None = None
     """Mixture of experts: number, per_token, ffn_size, ... Default: none, all layers have a dense MLP."""
     activation: Literal["swiglu", "geglu"] = "swiglu"
