@@ -104,12 +104,11 @@ def _fastest(
     installed = _flash_attn(named, start.device)
     chosen = decide(
         "attention",
+        start,
         partial(_measure, named, kinds, start),
         partial(fastest, gains={name: GAIN for name in named if name.startswith("sage")}),
+        file=start.folder.attention,
         key=(problems, work, start.dtype, _with_norm(start), sorted(named), installed, settings),
-        device=start.device,
-        cache=start.folder.attention,
-        say=start.say,
     )
     return named[chosen]
 

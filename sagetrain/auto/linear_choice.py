@@ -95,8 +95,7 @@ def _fastest(start: StartOfRun, settings: LinearConfig) -> LinearConfig:
 
     experts = model.experts, model.conventions, cfg.parallel.expert_parallel_size
     key = layers, tokens, joined, kept, start.compiled, dtype, way, least, GAIN, experts
-    chosen = decide("linear", measure, pick, key=key, device=device, cache=start.folder.linear, say=start.say)
-    return named[chosen]
+    return named[decide("linear", start, measure, pick, file=start.folder.linear, key=key)]
 
 
 def _compare(

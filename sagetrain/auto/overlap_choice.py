@@ -90,16 +90,8 @@ def settle_overlap(
     known += [cfg.data.document_attention, cfg.training.activation_checkpointing, start.compiled, start.dtype]
     # Collectives inside of a host are other ones, and the speed of the host decides.
     known += [start.groups.topology.world_size, ranks_of_host(), os.cpu_count()]
-    chosen = decide(
-        key,
-        measure,
-        key=known,
-        device=start.device,
-        cache=start.folder.overlap,
-        say=start.say,
-        waits=f"{how}. `on` or `off` skips this",
-        together=True,
-    )
+    waits = f"{how}. `on` or `off` skips this"
+    chosen = decide(key, start, measure, file=start.folder.overlap, key=known, waits=waits, together=True)
     return "on" if chosen == "on" else "off", FASTEST
 
 

@@ -44,14 +44,19 @@ class Settled:
     """A configuration with nothing left `auto` in attention, linear layers, recomputation and overlap. The engine is
     `auto` where Layout.engine is the one that it stands for."""
 
-    cfg: RunConfig
-    """The configuration that runs. Everything reads it from here on."""
+    start: StartOfRun
+    """The start, with the configuration that runs."""
     asked: RunConfig
     """The configuration as the user wrote it, for the records of the run: its config.yaml, and what has changed."""
     matmuls: Sequence[Mapping[str, Matmul]]
     """The Matmul of each linear layer that does not multiply in training.dtype, keyed by the layer's name, for each
     block."""
     reasons: Reasons
+
+    @property
+    def cfg(self) -> RunConfig:
+        """The configuration that runs. Everything reads it from here on."""
+        return self.start.cfg
 
 
 def settle(start: StartOfRun, before: Kept | None, stream: SampleStream) -> Settled:
@@ -90,9 +95,9 @@ def settle(start: StartOfRun, before: Kept | None, stream: SampleStream) -> Sett
         return first.inputs(start.device, start.groups)
 
     overlap, why_overlap = settle_overlap(start, before, matmuls, batch)
-    cfg = start.cfg.changed({"parallel": {"tensor_parallel_overlap": overlap}})
+    start = replace(start, cfg=start.cfg.changed({"parallel": {"tensor_parallel_overlap": overlap}}))
     reasons = Reasons(why_attention, f"{why_linear}; {why}" if why else why_linear, why_overlap)
-    return Settled(cfg, asked, matmuls, reasons)
+    return Settled(start, asked, matmuls, reasons)
 
 
 def _recomputation(start: StartOfRun) -> Recomputation:

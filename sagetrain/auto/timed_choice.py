@@ -104,39 +104,38 @@ def fastest(times: Times, gains: Mapping[str, float] = MappingProxyType({})) -> 
 
 def decide(
     what: str,
+    start: StartOfRun,
     measure: Callable[[], TimeTable],
     pick: Callable[[Times], str] = fastest,
     *,
-    device: torch.device,
-    say: Callable[[str], None],
+    file: Path,
     key: Sequence[object] = (),
-    cache: Path | None = None,
     waits: str = "candidates are compiled, compared with fp32 or float64, and timed; naming one skips this",
     together: bool = False,
 ) -> str:
-    """Return the name that `pick` takes from the measured times. The table goes to `say`, to the file `cache` and to a
-    file of the host (cache_folder). A later call with the same key, on the same kind of device, with the same driver,
-    torch, Triton and SOURCES, gets the name from one of the files. Without `cache` nothing is kept. The file of the
-    host gets no table in which a candidate was refused: what failed in one run may have failed for its surroundings.
-    Raises RuntimeError if no candidate may be used; the message holds every candidate's reason.
+    """Return the name that `pick` takes from the measured times. The table is said, and goes to a file of the run and
+    to one of the host (cache_folder). A later call with the same key, on the same kind of device, with the same driver,
+    torch, Triton and SOURCES, gets the name from one of the files. The file of the host gets no table in which a
+    candidate was refused: what failed in one run may have failed for its surroundings. Raises RuntimeError if no
+    candidate may be used; the message holds every candidate's reason.
 
     Args:
+        file: the file of the run. That of the host has the same name.
         waits: says what a start waits for while it measures.
         together: all ranks call it, since `measure` is collective. The files of the first rank count.
     """
-    named, first = _named(device, key), not together or not dist.is_initialized() or dist.get_rank() == 0
-    files = [cache, *_of_host(cache)] if cache is not None and first else []
-    entry = next(((file, each) for file in files if (each := _entries(file).get(named))), None)
+    device, first = start.device, not together or not dist.is_initialized() or dist.get_rank() == 0
+    named, files = _named(device, key), [file, *_of_host(file)] if first else []
+    entry = next(((each, found) for each in files if (found := _entries(each).get(named))), None)
     if entry := of_rank_0(entry, device=device) if together else entry:
-        file, kept = entry
-        every = " and ".join(map(str, dict.fromkeys([file, *files])))
-        say(f"{what}: {kept['chosen']} (chosen before, {file}; to time again, remove {every})")
+        there, kept = entry
+        every = " and ".join(map(str, dict.fromkeys([there, *files])))
+        start.say(f"{what}: {kept['chosen']} (chosen before, {there}; to time again, remove {every})")
     else:
-        if cache is not None:
-            say(f"{what} auto: {waits}")
-        kept = _decided(what, measure, pick, device, say)
-    for file in files[:1] if kept.get("refused") else files:
-        _keep(file, named, kept)
+        start.say(f"{what} auto: {waits}")
+        kept = _decided(what, start, measure, pick)
+    for each in files[:1] if kept.get("refused") else files:
+        _keep(each, named, kept)
     return str(kept["chosen"])
 
 
@@ -160,29 +159,25 @@ def _place(device: torch.device) -> str:
 
 
 def _decided(
-    what: str,
-    measure: Callable[[], TimeTable],
-    pick: Callable[[Times], str],
-    device: torch.device,
-    say: Callable[[str], None],
+    what: str, start: StartOfRun, measure: Callable[[], TimeTable], pick: Callable[[Times], str]
 ) -> dict[str, Any]:
     """Measure, pick, and return the entry of the files."""
     found = measure()
-    about = f"{what} on {_place(device)}, {found.about}"
+    about = f"{what} on {_place(start.device)}, {found.about}"
     lines = [about, *_table(found.times), *(f"  {remark}" for remark in found.remarks)]
     try:
         chosen = pick(found.times)
     except RuntimeError as error:
         raise RuntimeError("\n".join([str(error), *lines])) from error
-    say("\n".join([*lines, f"  chosen: {chosen}"]))
+    start.say("\n".join([*lines, f"  chosen: {chosen}"]))
     refused = any(math.isinf(seconds) for row in found.times.values() for seconds in row.values())
     return {"chosen": chosen, "table": lines, "refused": refused}
 
 
-def _of_host(cache: Path) -> list[Path]:
+def _of_host(file: Path) -> list[Path]:
     """Return the file in which this host keeps such choices for all runs; none for a user without a home folder."""
     with suppress(RuntimeError):
-        return [cache_folder("choices") / cache.name]
+        return [cache_folder("choices") / file.name]
     return []
 
 

@@ -107,7 +107,7 @@ def build(
         times.ended("ranks met")
         if cfg.profile is not None:
             record_allocations(met.device)
-        compiled = compiles(cfg.training.compile, met.device)
+        compiled = {"auto": met.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
         with memory_explained(cfg, files.vocab_size):
             vocab_size, say = padded_vocab_size(files.vocab_size), met.reporter.say
             start = StartOfRun(cfg, met.groups, vocab_size, met.device, files.dtype, compiled, files.folder, say)
@@ -298,19 +298,14 @@ def _hashes(files: CheckedFiles, say: Callable[[str], None]) -> dict[str, str]:
 # -- 4. build the engine -----------------------------------------------------------------------------------------------
 
 
-def compiles(how: str, device: torch.device) -> bool:
-    """Whether a run compiles its blocks, by training.compile."""
-    return {"auto": device.type == "cuda", "on": True, "off": False}[how]
-
-
 def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     """Make the model and its engine, and print what runs; collective."""
-    cfg, vocab_size = settled.cfg, padded_vocab_size(files.vocab_size)
+    cfg, start = settled.cfg, settled.start
     layout = Layout.of(cfg, met.groups.topology.world_size)
     model = Transformer(
         cfg.model,
         cfg.attention,
-        vocab_size=vocab_size,
+        vocab_size=start.vocab_size,
         known=files.vocab_size,
         groups=met.groups,
         functions=attention_functions(cfg.attention, cfg.model, device=met.device, dtype=files.dtype),
@@ -323,14 +318,13 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
         partition=partitioner(cfg, met.groups),
         matmuls=settled.matmuls,
         loss=files.loss,
-        chunks=chunks_of_stage(cfg, vocab_size, met.groups.pp_rank),
+        chunks=chunks_of_stage(cfg, start.vocab_size, met.groups.pp_rank),
     )
     model.offload = ActivationOffload.on(met.device) if cfg.training.activation_offload else None
-    compiled = compiles(cfg.training.compile, met.device)
-    if compiled:
+    if start.compiled:
         compile_blocks(model, hooks=layout.engine == "fsdp", inner_hooks=layout.calls_experts)
     engine = build_engine(cfg, model)
-    said = start_lines(cfg, engine, vocab_size, compiled, settled.reasons)
+    said = start_lines(settled, engine)
     met.reporter.say("\n".join(said[:3]))
     for line in said[3:]:
         met.reporter.keep(line)

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from sagetrain import __version__
-from sagetrain.auto.settled import Reasons
+from sagetrain.auto.settled import Settled
 from sagetrain.config.errors import many
 from sagetrain.config.layout import Layout
-from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.stages import blocks_of_chunks
@@ -18,10 +18,11 @@ from sagetrain.parallel import copies
 from sagetrain.training.run import Run
 
 
-def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> list[str]:
+def start_lines(settled: Settled, engine: Engine) -> list[str]:
     """Return the lines that say what runs and where: the run, its attention and its linear layers with the reasons for
     both, and under tensor parallelism that for halves of micro-batches. On a GPU the last line says who launches
     micro-steps."""
+    cfg, vocab_size, reasons = settled.cfg, settled.start.vocab_size, settled.reasons
     groups, model, ranks = engine.groups, engine.model, dist.get_world_size()
     size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""
     if groups.tp_group is not None and groups.tp_size > 1:
@@ -36,7 +37,7 @@ def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool,
     lines = [
         f"sagetrain {__version__}: {size:,} parameters, {many(ranks, 'rank')} on {where} (tensor parallel "
         f"{groups.tp_size}{how}{layout.sharing}{pipeline} x data parallel {groups.dp_size}), {layout.sharding}, "
-        f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
+        f"{cfg.training.dtype}, torch.compile {'on' if settled.start.compiled else 'off'}",
         f"  attention {cfg.attention.backend} ({reasons.attention})",
         f"  linear layers {reasons.linear}",
     ]

@@ -193,8 +193,8 @@ def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple]]]:
     for tp_size, cp_size, stage, on in ((2, 1, 1, True), (1, 2, 3, False)):
         groups, told = tiny.join(tp_size, cp_size), []
 
-        def decide(what, measure, pick, *, key, cache, told=told, **how):
-            told.append((what, cache, key))
+        def decide(what, start, measure, pick, *, file, key, told=told):
+            told.append((what, file, key))
             return "sage fine" if what == "attention" else "int8"
 
         attention_choice.decide = linear_choice.decide = decide

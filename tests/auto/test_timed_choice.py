@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,13 +11,18 @@ import torch
 import torch.distributed as dist
 import triton
 
+import tiny
 from distributed import run_distributed
 from sagetrain.auto import timed_choice
-from sagetrain.auto.timed_choice import TimeTable, as_before, by_first_rank, decide, fastest
+from sagetrain.auto.timed_choice import StartOfRun, TimeTable, as_before, by_first_rank, decide, fastest
 from sagetrain.config.errors import TrainingError
 from sagetrain.config.sections.data import cache_folder
 
 CPU = torch.device("cpu")
+
+
+def start(say: Callable[[str], None] = print, device: torch.device = CPU) -> StartOfRun:
+    return tiny.start(tiny.config(1), say=say, device=device)
 
 
 @pytest.mark.parametrize(("asked", "kept", "expected", "why"), [
@@ -48,7 +54,7 @@ def measured(fast: float) -> TimeTable:
 
 def test_the_table_and_the_choice_are_kept_in_a_file(tmp_path: Path) -> None:
     cache, said = tmp_path / "cache" / "linear.json", list[str]()
-    choose = partial(decide, "linear", device=CPU, say=said.append, cache=cache)
+    choose = partial(decide, "linear", start(said.append), file=cache)
     assert choose(lambda: measured(0.008), key=(1, "a")) == "int8"
     waits, table = said[0], said[1].splitlines()
     assert (
@@ -69,7 +75,7 @@ def test_the_table_and_the_choice_are_kept_in_a_file(tmp_path: Path) -> None:
         cache.write_text(text)
         assert choose(lambda: measured(0.008), key=(1, "b")) == "int8"
     with pytest.raises(RuntimeError, match=r"(?s)no candidate may be used.*linear on cpu.*o off by"):
-        decide("linear", lambda: TimeTable("", {"qkv": {"int8": math.inf}}, ["o off by"]), device=CPU, say=print)
+        choose(lambda: TimeTable("", {"qkv": {"int8": math.inf}}, ["o off by"]), key=(1, "c"))
 
 
 def test_runs_of_a_host_share_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +84,7 @@ def test_runs_of_a_host_share_choices(tmp_path: Path, monkeypatch: pytest.Monkey
     said = list[str]()
 
     def choose(run: str, fast: float) -> str:
-        return decide(
-            "linear", lambda: measured(fast), device=CPU, say=said.append, cache=tmp_path / run / "linear.json"
-        )
+        return decide("linear", start(said.append), lambda: measured(fast), file=tmp_path / run / "linear.json")
 
     monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path))
     assert [choose("a", 0.008), choose("b", 0.02)] == ["int8", "int8"]
@@ -115,7 +119,7 @@ def test_a_choice_belongs_to_one_kind_of_device_and_version(monkeypatch: pytest.
         change()
         for name in ("H200", "H100", "H200"):
             monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-            decide("x", measure, device=torch.device("cuda"), say=print, key=["key"], cache=tmp_path / "cache.json")
+            decide("x", start(device=torch.device("cuda")), measure, key=["key"], file=tmp_path / "cache.json")
         assert len(made) == 2 * (number + 1)
 
 
@@ -134,11 +138,11 @@ def chosen_on_a_rank(folder: str) -> list[str]:
         made.append(1)
         return measured(0.008)
 
-    place = {"device": CPU, "say": print, "cache": cache, "together": True}
-    found += [decide("halves", measure, key=[key], **place) for key in "ab"]
+    choose = partial(decide, "halves", start(), measure, file=cache, together=True)
+    found += [choose(key=[key]) for key in "ab"]
     if dist.get_rank() == 1:
         cache.unlink(missing_ok=True)
-    found += [decide("halves", measure, key="a", **place), f"{len(made)} {cache.exists()}"]
+    found += [choose(key="a"), f"{len(made)} {cache.exists()}"]
     return found
 
 

@@ -11,6 +11,7 @@ from sagetrain.auto.settled import settle
 from sagetrain.auto.timed_choice import StartOfRun
 from sagetrain.checkpoint import on_disk
 from sagetrain.config import ConfigError, RunConfig, load_config
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.training.build_run import assemble, build, check_files, make_engine, meet, resume
 from sagetrain.training.run import Run
@@ -31,7 +32,8 @@ def by_hand(cfg: RunConfig) -> Run:
     assert files.identity.vocab_size == files.vocab_size and files.identity.order == files.train.fingerprint
     met = meet(cfg, files)
     assert folder.exists() and met.main and met.checkpoint is None and met.hashes["data.train"]
-    start = StartOfRun(cfg, met.groups, 128, met.device, files.dtype, False, files.folder, met.reporter.say)
+    vocab_size, say = padded_vocab_size(files.vocab_size), met.reporter.say
+    start = StartOfRun(cfg, met.groups, vocab_size, met.device, files.dtype, False, files.folder, say)
     settled = settle(start, None, files.train)
     assert (settled.cfg.attention.backend, settled.cfg.linear.precision) == ("sdpa", "bf16")
     assert settled.cfg.parallel.tensor_parallel_overlap == "off" and cfg.attention.backend == "auto"
