@@ -20,7 +20,7 @@ from typing import IO, Any
 from sagetrain.cluster.run_copy import bring, send
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME
 from sagetrain.config.errors import CheckpointError, Finding
-from sagetrain.config.load import dump_config, flat
+from sagetrain.config.load import differences, dump_config, flat
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.storage.lease import Lease, check_rights
@@ -198,7 +198,5 @@ class RunFolder:
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line `key: old -> new` for each setting that differs between two configurations."""
-    old, new = flat(before), flat(now)
-    return [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
-    ]
+    found = differences(flat(before), flat(now))
+    return [f"{key}: {old!r} -> {new!r}" for key, (old, new) in sorted(found.items())]

@@ -22,13 +22,13 @@ from sagetrain.comparing.analysis import Comparison, curves, tables
 from sagetrain.comparing.branch import Branches
 from sagetrain.comparing.comparison_page import page
 from sagetrain.comparing.plot import plot_gaps
-from sagetrain.comparing.question import BRANCH, OWN, Job, Question, differences, usable
+from sagetrain.comparing.question import BRANCH, OWN, Job, Question, usable
 from sagetrain.comparing.results import Call, Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.config.arguments import spelled
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError, many
-from sagetrain.config.load import flat, is_assignment, load_config
+from sagetrain.config.load import differences, flat, is_assignment, load_config
 from sagetrain.config.schema import DataConfig, ModelConfig
 from sagetrain.costs.accounting import num_parameters, total_bytes
 from sagetrain.costs.memory import memory_per_rank

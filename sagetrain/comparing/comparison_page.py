@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sagetrain.comparing.analysis import LOSSES, Comparison, Line
-from sagetrain.comparing.question import BRANCH, Setting, differences
+from sagetrain.comparing.question import BRANCH, Setting
 from sagetrain.comparing.results import Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, STOPPED
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import many
+from sagetrain.config.load import differences
 
 _SHOWN = (
     "model.num_layers",

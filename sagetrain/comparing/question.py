@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import yaml
 from sagetrain.config.arithmetic import checkpoint_tokens, may_be_low_bit
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import flat, load_config
+from sagetrain.config.load import differences, flat, load_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data.remote_blocks import fetch_sources
 from sagetrain.data.tokenizer import known_vocab_size
@@ -246,12 +246,6 @@ def _timed(cfg: RunConfig) -> Iterator[str]:
                 f"{key} auto is timed when a run begins, and runs of one variant may not come to the same: name it "
                 f"({key}={name}, say)"
             )
-
-
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the differences of two flat configurations, by key."""
-    keys = [*ours, *(key for key in theirs if key not in ours)]
-    return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
 
 
 def _within(key: str, names: Sequence[str]) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sagetrain.comparing import run_records
-from sagetrain.comparing.question import Job, Question, Setting, differences
+from sagetrain.comparing.question import Job, Question, Setting
 from sagetrain.comparing.run_records import Record
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import differences
 from sagetrain.data.token_file import write_atomic
 
 QUESTION, LOSSES = "compare.json", "losses.jsonl"

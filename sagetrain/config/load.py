@@ -354,6 +354,11 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix[:-1]: tree}
 
 
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values in which two flat dicts differ, by key. A key that one of them lacks has None there."""
+    return {key: (ours.get(key), theirs.get(key)) for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)}
+
+
 def null_above(tree: Mapping[str, Any], key: str) -> bool:
     """Return whether flat settings have null in the place of a section that this key is in."""
     names = key.split(".")

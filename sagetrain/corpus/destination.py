@@ -19,8 +19,9 @@ from typing import Any
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import differences
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
-from sagetrain.corpus.journal import Journal, differences, in_words, of_one_whole, recorded_tokenizers
+from sagetrain.corpus.journal import Journal, in_words, of_one_whole, recorded_tokenizers
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.token_writer import alone_in
 from sagetrain.data.token_file import TokenFile, check_writable, read_provenance, token_path
@@ -204,8 +205,8 @@ class Destination:
             if not (theirs := read_provenance(path).get("request")):
                 continue  # This file comes from elsewhere.
             # Tokenizers are compared by their hash (check_siblings), because the first part may have trained it.
-            differ = differences(theirs, made_from)
-            differ = [key for key in differ if key not in ("shard", "tokenizer", "skip_bad_lines")]
+            free = "shard", "tokenizer", "skip_bad_lines"
+            differ = [key for key in differences(theirs, made_from) if key not in free]
             count = self.division[1]
             if (parts := int(found[1])) != count or [key for key in differ if key != "inputs_sha256"]:
                 what = in_words(differ) if parts == count else f"{parts} parts instead of {count}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import differences
 from sagetrain.corpus.chunk import Place
 from sagetrain.corpus.token_writer import writing
 from sagetrain.data.token_file import token_path, write_atomic
@@ -54,14 +55,9 @@ class Unfinished:
     """Notes about records (notes.py)."""
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Return the keys in which two requests differ."""
-    return [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
-
-
 def of_one_whole(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether two requests are the same, apart from the part of the text."""
-    return not {*differences(theirs, ours)} - {"shard"}
+    return not differences(theirs, ours).keys() - {"shard"}
 
 
 def in_words(differ: list[str]) -> str:
@@ -109,7 +105,7 @@ class Journal:
             raise self.damaged(f"{self._path} is not valid JSON") from error
         unfinished = Unfinished(**content | {"place": Place(**content["place"])})
         theirs = unfinished.request
-        differ = differences(theirs, request)
+        differ = [*differences(theirs, request)]
         if not unfinished.counts["train"]["bad_lines"] and "skip_bad_lines" in differ:
             # No bad line has been met so far, so the work is right with either setting.
             differ.remove("skip_bad_lines")
