@@ -72,7 +72,10 @@ def compare(
         ),
     ] = None,
     budget: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of all runs of --tune together.")
+        float | None,
+        typer.Option(
+            min=1, callback=finite, metavar="TOKENS", help="Tokens of all runs of --tune together, as in 4e8."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -144,7 +147,7 @@ def compare(
                     "one --tune KEY=LOW:HIGH and --budget TOKENS go together, with one configuration and overrides"
                     + (f"; leave out {', '.join(given)}" if given else "")
                 )
-            search = tuning.TuneRequest(named[0], tune[0], budget, overrides, seeds, allow or [])
+            search = tuning.TuneRequest(named[0], tune[0], int(budget), overrides, seeds, allow or [])
             key = search.search().key
             where = comparing.places(output or search.default_output(key), run_dirs, per_gpu)
             errors.output = where.output

@@ -251,7 +251,7 @@ def test_one_round_takes_every_schedule(base: Path) -> None:
 
 
 def test_the_command_takes_a_search_alone(base: Path) -> None:
-    words = shlex.split("--tune optimizer.lr=1e-4:1e-2 --budget 1000000 --variant 'a: optimizer.lr=1' --band 1")
+    words = shlex.split("--tune optimizer.lr=1e-4:1e-2 --budget 1e6 --variant 'a: optimizer.lr=1' --band 1")
     done = sagetrain("compare", base, *words)
     assert done.returncode == 2 and "with one configuration and overrides; leave out --variant, --band" in done.stderr
     words = shlex.split("--tune optimizer.lr=1e-4:1e-2 --tune lr_schedule.warmup=0.1:0.5 --budget 1")
