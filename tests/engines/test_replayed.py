@@ -183,8 +183,8 @@ def test_weights_come_and_go_in_recorded_micro_steps_at_zero_3(ranks: int, tp: i
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_blocks_are_copied_between_ranks_in_recordings(ranks: int) -> None:
-    """A recording waits for its own copies alone, and for all of them."""
-    for found in run_distributed(run_cases, ranks, 3, ["uneven, selective"], 1, 1, 1, True):
+    """A recording waits for its own copies alone, and for all of them. In the second case blocks differ in size."""
+    for found in run_distributed(run_cases, ranks, 3, ["uneven, selective", "loss mask, tied"], 1, 1, 1, True):
         assert set(found.values()) == {(True, 1, 6)}, found
 
 
