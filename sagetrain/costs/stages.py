@@ -170,16 +170,17 @@ def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     again = cfg.training.activation_checkpointing
     if isinstance(again, int):
         again = _recomputed(again, own)
-    windows = cfg.model.windows
+    windows, numbers = cfg.model.windows, [number for chunk in own for number in chunk.blocks]
     if windows is not None:
-        numbers = [number for chunk in own for number in chunk.blocks]
         letters = "".join(windows.pattern[number % len(windows.pattern)] for number in numbers)
         windows = windows.model_copy(update={"pattern": letters})
     experts = cfg.model.experts
     if experts is not None:
         dense = _dense(cfg.model, own)
         experts = None if dense == blocks else experts.model_copy(update={"dense_layers": dense})
-    model = {"num_layers": blocks, "windows": windows, "experts": experts}
+    every = specs(cfg.model)
+    tables = any(every[number].value_embeddings for number in numbers)
+    model = {"num_layers": blocks, "windows": windows, "experts": experts, "value_embeddings": tables}
     part = cfg.changed({"model": model, "training": {"activation_checkpointing": again}})
     return Held(part, size, first, last, passes / len(own))
 

@@ -85,6 +85,16 @@ def test_stages_that_are_left_out_are_no_larger_and_no_slower(more: list[str]) -
     assert prediction.matmul + prediction.attention + prediction.elementwise == pytest.approx(16 * slowest)
 
 
+def test_stages_without_embeddings_of_values_are_as_those_of_others() -> None:
+    """Chunks are single blocks, and every second stage has all tables."""
+    more = ["parallel.zero_stage=2", f"parallel.pipeline_blocks={[1] * 32}"]
+    cfg, plain = (config(4, 8, 16, *more, f"model.value_embeddings={has}") for has in ("true", "false"))
+    layout = Layout.of(cfg, 8)
+    for stage in range(4):
+        same = _memory(cfg, layout, VOCAB, stage) == _memory(plain, layout, VOCAB, stage)
+        assert same == (stage % 2 == 0), stage
+
+
 EIGHT = ["attention.qk_norm=none", "linear.precision=fp8", "attention.backend=sage", "attention.recipe=scores",
          "data.document_attention=false", "data.document_positions=false"]  # fmt: skip
 THREE = ["model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
