@@ -42,10 +42,11 @@ def evaluate(
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     data_root: DataRoot = None,
     tasks: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME,...",
-            help="Evaluate on tasks of the lm-evaluation-harness instead of text, by name or as YAML files.",
+            help="Evaluate on tasks of the lm-evaluation-harness instead of text, by name or as YAML files. "
+            "Repeatable.",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task. Default: all.")] = None,
@@ -78,7 +79,7 @@ def evaluate(
         from sagetrain.inference.requests import EvaluateRequest
 
         request = EvaluateRequest(data or (), num_sequences, stride, text_key)
-        names_of_tasks = [] if tasks is None else [*map(str.strip, tasks.split(","))]
+        names_of_tasks = [name.strip() for each in tasks or () for name in each.split(",")]
         if names_of_tasks and (request.whole or num_sequences):
             raise ConfigError("--tasks bring text of their own: leave out --data, --stride and --num-sequences")
         if limit and not names_of_tasks:

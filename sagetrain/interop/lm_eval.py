@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -156,7 +157,10 @@ class HarnessTasks:
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)
         # simple_evaluate is not used, because it also asks git, and the machine for seconds, for information that
         # nobody reads here.
-        found = evaluate(model, self._loaded, limit=self._limit, bootstrap_iters=_BOOTSTRAP * errors, log_samples=False)
+        with redirect_stdout(sys.stderr):  # The harness prints what it resamples, and stdout may be JSON.
+            found = evaluate(
+                model, self._loaded, limit=self._limit, bootstrap_iters=_BOOTSTRAP * errors, log_samples=False
+            )
         return {task: numbers for task, values in found["results"].items() if (numbers := _metrics(values))}
 
 

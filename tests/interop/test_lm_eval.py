@@ -249,10 +249,14 @@ def test_a_task_that_no_file_names_is_refused_at_once(monkeypatch: pytest.Monkey
 
 
 def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) -> None:
-    names = f"{tasks['choose']}, {tasks['read']}"
-    result = sagetrain("eval", pair, "--tasks", names, "--limit", 2, "--json")
+    names, guess = f"{tasks['choose']}, {tasks['read']}", tasks["read"].with_name("guess.yaml")
+    # The harness resamples for the error of a perplexity, and prints so.
+    tree = json.loads(tasks["read"].read_text()) | {"task": "guess", "metric_list": [{"metric": "perplexity"}]}
+    guess.write_text(json.dumps(tree | {"output_type": "loglikelihood", "doc_to_target": "{{text[:9]}}"}))
+    result = sagetrain("eval", pair, "--tasks", names, "--tasks", guess, "--limit", 2, "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
+    assert found["tasks"]["guess"]["perplexity"] > 1
     assert 0 <= found["tasks"]["choose"]["acc"] <= 1 and found["tasks"]["read"]["bits_per_byte"] > 0
     table = sagetrain("eval", pair, "--tasks", names, "--limit", 2).stdout
     assert f"{found['tasks']['choose']['acc']:.4f}" in table and "standard error" in table
