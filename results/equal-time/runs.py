@@ -37,6 +37,7 @@ from speedrun import Optimizers, Speedrun
 import tiny
 from peer import Peer
 from sagetrain.auto.settled import settle
+from sagetrain.auto.timed_choice import StartOfRun
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.schema import RunConfig
@@ -130,11 +131,11 @@ class Ours:
         if device.type == "cuda" and not fixed and cfg.linear.precision != "int8":
             open_to = {"attention": {"backend": "auto"}, "linear": {"precision": "auto"}}
             cfg = cfg.changed({**open_to, "data": {"document_attention": False, "document_positions": False}})
-            settled = settle(
-                cfg, None, None, ParallelGroups.create(Topology(1, 1)), compiled=True, vocab_size=VOCAB, device=device,
-                dtype=torch.bfloat16, folder=RunFolder(out / name.replace(" ", "-"), None), say=print,
+            start = StartOfRun(
+                cfg, ParallelGroups.create(Topology(1, 1)), VOCAB, device, torch.bfloat16, compiled=True,
+                folder=RunFolder(out / name.replace(" ", "-"), None), say=print,
             )  # fmt: skip
-            cfg = settled.cfg
+            cfg = settle(start, None, None).cfg
         self.cfg, self.engine = cfg, tiny.alone(cfg, device, VOCAB)
         self.settings = f"attention {cfg.attention.backend} {cfg.attention.recipe}, linear {cfg.linear.precision}"
 
