@@ -86,6 +86,8 @@ CASES = [
      "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first 3 letters, one a layer", "use a pattern with D and F"),
     ({"model": {"num_layers": 1, "delta_net": {"key_heads": 2}}}, 1,
      "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first letter, one a layer", "use model.num_layers 2 or more, or"),
+    ({"model": {"num_layers": 3, "delta_net": {"key_heads": 2, "pattern": "DF"}, "value_embeddings": True}}, 1,
+     "no_effect", "warning", "model.value_embeddings", "true: has no effect with a gated delta net in every second layer from the last one", "remove it"),
     ({"model": {"experts": {**EXPERTS, "per_token": 9}}}, 1,
      "experts_per_token", "error", "model.experts.per_token", "9: is more than the 8 experts of a layer", "use 1 to 8"),
     ({"model": {"experts": {**EXPERTS, "number": 1024}}}, 1,

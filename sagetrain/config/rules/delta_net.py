@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import layers
-from sagetrain.config.rules.findings import About, neighbours, not_proven
+from sagetrain.config.rules.findings import About, neighbours, no_effect, not_proven
 from sagetrain.config.schema import RunConfig
 
 _MULTIPLE, _WIDEST = 16, 256
@@ -54,6 +54,9 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "both",
             f"use {both}, or {key}: null",
         )
+    if cfg.model.value_embeddings and not any(layer.value_embeddings for layer in layers(cfg.model)):
+        why = f"a gated delta net in every second layer from the last one back ({key}.pattern {delta.pattern})"
+        yield no_effect("model.value_embeddings", True, why)
     if (again := cfg.training.activation_checkpointing) in ("selective", "attention", "auto"):
         yield About("not_proven_with_delta_net", "training.activation_checkpointing", again).error(
             f"was not proven with {key} yet: torch does not see the operators of fla",
