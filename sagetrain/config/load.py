@@ -237,7 +237,7 @@ class _Source:
             if not isinstance(given, dict):
                 continue
             for one, other in chain.from_iterable(permutations(pair) for pair in _EITHER_OR.get(name, ())):
-                if (name, one) in self.origins:
+                if (name, one) in self.origins and given.get(one) is not None:
                     self._leave_out(name, one, {other})
             chosen = [member for member in members[1:] and members if tag_of(member) == given.get("schedule")]
             if chosen and (name, "schedule") in self.origins:

@@ -225,7 +225,8 @@ def test_messages(tmp_path, old, new, expected):
 
 def test_a_schedule_is_changed_by_its_key(tmp_path):
     """Keys of the file that belong to another schedule fall away and are named, and so does the other way to say how
-    long the warm-up or the decay is. What the overrides themselves contradict stays an error."""
+    long the warm-up or the decay is, unless the override is null. What the overrides themselves contradict stays an
+    error."""
     path = write(tmp_path, GOOD + "lr_schedule:\n  shape: wsd\n  warmup: 0.02\n  decay_tokens: 9\n")
     changes = ["tokens_per_step.tokens=65536", "tokens_per_step.schedule=constant", "lr_schedule.warmup_tokens=8"]
     changes += ["lr_schedule.decay=0.3"]
@@ -238,6 +239,8 @@ def test_a_schedule_is_changed_by_its_key(tmp_path):
     assert 'constant": in the place of start 16384, end 65536, ramp_tokens 2100000 of ' in said[0]
     assert "warmup_tokens = 8: in the place of warmup 0.02 of" in said[1]
     assert "decay = 0.3: in the place of decay_tokens 9 of" in said[2]
+    without = load_config(path, ["lr_schedule.decay=null"]).lr_schedule
+    assert (without.decay, without.decay_tokens) == (None, 9)
     twice = ["optimizer.lr=1e-3", *changes, "optimizer.lr=2e-3", "optimizer.lr=2e-3"]
     (said,) = [f"{found}" for found in check(config, 1, path=path, overrides=twice) if found.rule == "given_twice"]
     assert said.startswith("override optimizer.lr=2e-3: optimizer.lr = 0.002: optimizer.lr=1e-3 stands before it")
