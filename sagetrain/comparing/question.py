@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from sagetrain.config.arithmetic import checkpoint_tokens, may_be_low_bit
 from sagetrain.config.check import check
@@ -226,6 +227,24 @@ class Question:
                     f"checkpoint.keep_every_tokens {kept:,}: the baseline keeps what {BRANCH} {self.branch:,} needs by "
                     "the same key: take a divisor or a multiple of that, or null"
                 )
+
+
+def with_new_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that an earlier version may have written with the keys that it did not have: its runs were as
+    their defaults say. Settings that this version cannot read stay as they are."""
+    tree: dict[str, Any] = {}
+    for key, value in {**settings, "training.run_dir": "."}.items():
+        *sections, name = key.split(".")
+        within = tree
+        for section in sections:
+            within = within.setdefault(section, {})
+        within[name] = value
+    tree.pop(BRANCH, None)
+    try:
+        now = flat(RunConfig.model_validate(tree).model_dump(mode="json"))
+    except ValidationError:
+        return dict(settings)
+    return {**settings, **{key: now[key] for key in now if key not in settings and key not in OWN}}
 
 
 def usable(name: str, where: str) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from sagetrain.comparing import run_records
-from sagetrain.comparing.question import BRANCH, OWN, Job, Question, Setting
+from sagetrain.comparing.question import Job, Question, Setting, with_new_keys
 from sagetrain.comparing.run_records import Record
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import differences, flat
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.load import differences
 from sagetrain.data.token_file import write_atomic
 
 QUESTION, LOSSES = "compare.json", "losses.jsonl"
@@ -94,7 +93,7 @@ def load(folder: Path) -> Results:
         tree = json.loads(path.read_text())
         question = TypeAdapter(Question).validate_python(tree["question"])
         calls = [Call(**call) for call in tree["calls"]]
-        settings = {name: _with_new_keys(each) for name, each in tree["settings"].items()}
+        settings = {name: with_new_keys(each) for name, each in tree["settings"].items()}
         result = Results(question, settings, tree["parameters"], tree["data_tokens"], calls)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{folder}: holds no {QUESTION}: name folders that sagetrain compare has written") from error
@@ -102,24 +101,6 @@ def load(folder: Path) -> Results:
         raise ConfigError(f"{path}: not what sagetrain compare writes ({error!r}); restore or remove it") from error
     result.runs = run_records.merged(run_records.load(folder / LOSSES))
     return result
-
-
-def _with_new_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that an earlier version may have written with the keys that it did not have: its runs were as
-    their defaults say. Settings that this version cannot read stay as they are."""
-    tree: dict[str, Any] = {}
-    for key, value in {**settings, "training.run_dir": "."}.items():
-        *sections, name = key.split(".")
-        within = tree
-        for section in sections:
-            within = within.setdefault(section, {})
-        within[name] = value
-    tree.pop(BRANCH, None)
-    try:
-        now = flat(RunConfig.model_validate(tree).model_dump(mode="json"))
-    except ValidationError:
-        return dict(settings)
-    return {**settings, **{key: now[key] for key in now if key not in settings and key not in OWN}}
 
 
 def with_row(found: Results, name: str) -> Results:
