@@ -221,6 +221,7 @@ ALONE = {"check_disk", "__init__", "_open_mask", "read_provenance", "_check_reco
 EXCUSED = {
     ("build_run", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
     ("build_run", "check_parts"): "a loss or tokens of a program's own",
+    ("trainer", "__init__"): "a Trainer that a program builds by hand",
     ("resume", "restore"): "a stage of another length in a run whose steps were other ones before: rules know the rest",
     ("build_run", "check_host_memory"): "the memory of a host: plan takes it from --host-memory",
     ("masters", "check"): "what DeepSpeed keeps in memory",
