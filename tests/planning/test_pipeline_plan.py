@@ -85,7 +85,7 @@ def test_stages_that_are_left_out_are_no_larger_and_no_slower(more: list[str]) -
     assert prediction.matmul + prediction.attention + prediction.elementwise == pytest.approx(16 * slowest)
 
 
-def test_stages_without_embeddings_of_values_are_as_those_of_others() -> None:
+def test_stages_without_embeddings_of_values_are_as_others() -> None:
     """Chunks are single blocks, and every second stage has all tables."""
     more = ["parallel.zero_stage=2", f"parallel.pipeline_blocks={[1] * 32}"]
     cfg, plain = (config(4, 8, 16, *more, f"model.value_embeddings={has}") for has in ("true", "false"))
