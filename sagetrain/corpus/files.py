@@ -287,7 +287,10 @@ def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
     except csv.Error as error:
         fix = "a cell that holds quotation marks is put into quotation marks, and has them twice"
         if "new-line character" in str(error):
-            fix = "write the ends of lines as \\n: tr '\\r' '\\n'"
+            fix = (
+                "if \\r ends the lines, write \\n: tr '\\r' '\\n'; if it stands in a text, put the cells into "
+                "quotation marks (quoting=csv.QUOTE_ALL, in pandas, too)"
+            )
         raise ConfigError(f"{name}, line {reader.line_num:,}: {error}; {fix}") from error
 
 

@@ -37,6 +37,7 @@ BAD_FILES = {
     "python.jsonl": (lines(b"{'text': 'x'}"), "line 1: not valid JSON: .*use json.dumps"),
     "several.jsonl": (lines(b'{"text": "a"}{"text": "b"}'), "line 1: not valid JSON: Extra.*several objects"),
     "mac.csv": (b"text\ra\rb\r", r"1: .*tr '\\r' '\\n'"),
+    "bare.csv": (b"id,text\n1,one\n2,a\rb\n", r"bare\.csv, .* 3: .*; if it stands in a text, .*QUOTE_ALL"),
     "pair.psv": (b"text|n\na|1|2\n", "row 1: it has 3 cells, and the first line has 2"),
     "spaces.csv": (b"id,text \n1,x\n", "no key 'text'; the keys are: id, 'text '. Choose"),
     "wide.csv": (",".join(f"c{n}" for n in range(9000)).encode(), "the keys are: c0, .*, c39 and 8,960 more. Choose"),
