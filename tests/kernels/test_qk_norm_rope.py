@@ -143,7 +143,8 @@ def test_joined_gradients_are_not_copied(matmul: Matmul, functions: tuple[Attent
     tables = rotary_tables(torch.arange(32), 16, 10_000.0, None)
     for function in functions:
         operator = "normed_backward" if function.normalizes else "qk_norm_rope_gradients"
-        layer = attention.Attention(layers(SHAPE, "before_rope")[0], function, region, matmuls={"qkv": matmul})
+        how = {"matmuls": {"qkv": matmul}, "vocab_size": 1}
+        layer = attention.Attention(layers(SHAPE, "before_rope")[0], function, region, **how)
         for weight in layer.parameters():
             nn.init.normal_(weight)
 

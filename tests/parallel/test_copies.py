@@ -24,6 +24,7 @@ import forked
 import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.engines import fsdp
 from sagetrain.engines.gather import gather_by_copies
 from sagetrain.model.backends import Sdpa
 from sagetrain.parallel import copies
@@ -334,9 +335,11 @@ def _check_engine() -> None:
     engines = [tiny.engine(hooked, groups), tiny.engine(passing, groups)]
     name, size = groups.replica_group.group_name, groups.num_replicas
     connected[name], copies._refused[name] = Copies(groups.rank, size, ThreadMemory(groups.rank, size), slots=2), ""
-    engines += [tiny.engine(hooked, groups), tiny.engine(passing, groups)]
-    *_, by_hooks, passes = engines
-    assert gather_by_copies(by_hooks.units[1:]) == ""
+    with patch.object(fsdp, "how_gathered", wraps=fsdp.how_gathered) as asked:
+        engines += [tiny.engine(hooked, groups), tiny.engine(passing, groups)]
+    of_hooks, _ = (call.args[0] for call in asked.call_args_list)
+    assert gather_by_copies(of_hooks[1:]) == ""
+    passes = engines[-1]
     blocks = passes._weights._blocks
     with patch.object(blocks._memory, "send", wraps=blocks._memory.send) as sent:
         found = [[tiny.global_step(engine, step, sequences=8).metrics for step in range(3)] for engine in engines]
