@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
     adam: bool = False
     """AdamW trains the matrices too."""
     rest_decay: float = 0.1
-    """Of embedding and head."""
+    """The weight decay of embedding and head."""
     even: bool = False
     """Embedding and head decay at the rate of the matrices (optimizer.weight_decay_lr)."""
     betas: tuple[float, float] = (0.8, 0.95)
@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
 
 
 def lane_code() -> dict[str, Any]:
-    """What a lane needs of torch, which main does without."""
+    """Return what a lane needs of torch, which main does without."""
     import torch
     import torch.nn.functional as F
     from torch import Tensor, nn

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sagetrain.config.arithmetic import checkpoint_tokens, may_be_low_bit
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import differences, flat, load_config
+from sagetrain.config.load import differences, flat, load_config, nested
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data.remote_blocks import fetch_sources
 from sagetrain.data.tokenizer import known_vocab_size
@@ -232,18 +232,12 @@ class Question:
 def with_new_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that an earlier version may have written with the keys that it did not have: its runs were as
     their defaults say. Settings that this version cannot read stay as they are."""
-    tree: dict[str, Any] = {}
-    for key, value in {**settings, "training.run_dir": "."}.items():
-        *sections, name = key.split(".")
-        within = tree
-        for section in sections:
-            within = within.setdefault(section, {})
-        within[name] = value
-    tree.pop(BRANCH, None)
+    given = {key: value for key, value in settings.items() if key != BRANCH}
     try:
-        now = flat(RunConfig.model_validate(tree).model_dump(mode="json"))
+        cfg = RunConfig.model_validate(nested({**given, "training.run_dir": "."}))
     except ValidationError:
         return dict(settings)
+    now = flat(cfg.model_dump(mode="json"))
     return {**settings, **{key: now[key] for key in now if key not in settings and key not in OWN}}
 
 

@@ -354,6 +354,18 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix[:-1]: tree}
 
 
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one dict, keyed by dotted names, as nested dicts: `flat` the other way round."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        within = tree
+        for section in sections:
+            within = within.setdefault(section, {})
+        within[name] = value
+    return tree
+
+
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the values in which two flat dicts differ, by key. A key that one of them lacks has None there."""
     return {key: (ours.get(key), theirs.get(key)) for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)}
