@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def held_open(folder: Path) -> int:
-    """How many files of `folder` this process holds open: other threads open other files meanwhile."""
+    """Count the files of `folder` that this process holds open. Other threads open other files meanwhile."""
     held = 0
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # The listing's own descriptor, or one that a thread closed.
