@@ -36,14 +36,16 @@ def checkpoint_tokens(cfg: RunConfig) -> int:
 
 def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     """Return the tokens of the final decay of a wsd schedule: as configured, or else the configured share of the run,
-    or else a tenth of it."""
-    share = total_tokens // 10 if lr_schedule.decay is None else round(lr_schedule.decay * total_tokens)
-    return lr_schedule.decay_tokens or max(1, share)
+    or else a tenth of it. A share is rounded down where the warm-up leaves no room for more."""
+    share = total_tokens // 10 if lr_schedule.decay is None else lr_schedule.decay * total_tokens
+    fits = round(share) + warmup_tokens(lr_schedule, total_tokens) <= total_tokens
+    return lr_schedule.decay_tokens or max(1, round(share) if fits else int(share))
 
 
 def warmup_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
-    """Return the tokens of the warm-up: as configured, or else the configured share of the run."""
-    return lr_schedule.warmup_tokens or round(lr_schedule.warmup * total_tokens)
+    """Return the tokens of the warm-up: as configured, or else the configured share of the run, of which it leaves a
+    token."""
+    return lr_schedule.warmup_tokens or min(round(lr_schedule.warmup * total_tokens), total_tokens - 1)
 
 
 def last_part(fraction: float, total_tokens: int) -> int:

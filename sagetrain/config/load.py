@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sagetrain.config import former_keys, yaml_nodes
-from sagetrain.config.errors import ConfigError, Finding, Readable, beyond_ascii, is_utf8, refuse_pointer, shown
+from sagetrain.config.errors import ConfigError, Finding, Level, Readable, beyond_ascii, is_utf8, refuse_pointer, shown
 from sagetrain.config.other_names import key_meant, value_meant
-from sagetrain.config.reference import describe, keys, locate, outline, slot_of, tag_of, tags_of
+from sagetrain.config.reference import default_of, describe, keys, locate, outline, slot_of, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
 from sagetrain.config.yaml_nodes import KeyPath
 
@@ -24,7 +24,8 @@ _ABSENT, _FIX = object(), "\n      fix: "
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 """Boolean words of older YAML, and the words to write instead."""
 _EITHER_OR = {"lr_schedule": (("warmup", "warmup_tokens"), ("decay", "decay_tokens"))}
-"""Pairs of keys of a section that say the same in different units. An override of one takes the place of the other."""
+"""Pairs of keys of a section that say the same in different units. An override of one takes the place of the other,
+unless its value is the default, which says nothing."""
 
 
 def load_config(
@@ -117,7 +118,7 @@ def located(findings: Iterable[Finding], path: str | Path, overrides: Sequence[s
     for each in findings:
         key = tuple(int(part) if part.isdecimal() else part for part in each.key.split("."))
         found.append(replace(each, where=source.given(key) or str(path)))
-    return [*found, *source.fallen_away]
+    return [*found, *source.notes]
 
 
 class _Source:
@@ -128,7 +129,7 @@ class _Source:
         self.file = str(path)
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
-        self.fallen_away: list[Finding] = []
+        self.notes: list[Finding] = []
         self.tree, self.lines, problems = yaml_nodes.parse(_text_of(path))
         self.unusable = {problem.path for problem in problems}
         for problem in problems:
@@ -212,22 +213,25 @@ class _Source:
             if key is None:
                 return
             path = (*path, key)
-            if target[key] is None:  # This is a section, or the first item of a list.
-                target[key], self.origins[path] = [None] if within == "0" else {}, text
+            if target[key] is None:  # This is a section, a list at its default, or the first item of another list.
+                items = default if isinstance(default := default_of(path), list | tuple) else ()
+                new: list[Any] | dict[str, Any] = [None] * (within == "0") if within.isdecimal() else {}
+                target[key], self.origins[path] = [*items] or new, text
             target = target[key]
         key = self._child(target, parts[-1], path, text)
         if key is not None:
             target[key], path = value, (*path, key)
-            if (before := self.origins.get(path, text)) != text:
-                why = f"{before} stands before it and counts for nothing"
-                self.fallen_away.append(
-                    Finding("given_twice", "warning", _dotted(path), value, why, where=f"override {text}")
-                )
+            before = self.origins.get(path, text)
             for known in (self.lines, self.origins):  # Keys that the new value replaces no longer have a place.
                 for below in [other for other in known if other[: len(path)] == path]:
                     del known[below]
             self.origins[path] = text
+            if before != text:
+                self._note("given_twice", "warning", path, value, f"{before} stands before it and counts for nothing")
             self.unusable |= {(*path, *problem.path) for problem in problems}
+
+    def _note(self, rule: str, level: Level, path: KeyPath, value: Any, why: str, fix: str = "") -> None:
+        self.notes.append(Finding(rule, level, _dotted(path), value, why, fix, where=self.given(path)))
 
     def _fall_away(self) -> None:
         """Leave out the values of the file that an override excludes: keys of another schedule, and the other one of
@@ -237,8 +241,14 @@ class _Source:
             if not isinstance(given, dict):
                 continue
             for one, other in chain.from_iterable(permutations(pair) for pair in _EITHER_OR.get(name, ())):
-                if (name, one) in self.origins and given.get(one) is not None:
+                if (name, one) not in self.origins:
+                    continue
+                if given[one] != default_of((name, one)):
                     self._leave_out(name, one, {other})
+                elif given.get(other) and (name, other) in self.lines:
+                    why = f"leaves {other} {given[other]} of {self.given((name, other))} as it is"
+                    fix = f"{name}.{other}={shown(default_of((name, other)))} takes that away"
+                    self._note("stays", "warning", (name, one), given[one], why, fix)
             chosen = [member for member in members[1:] and members if tag_of(member) == given.get("schedule")]
             if chosen and (name, "schedule") in self.origins:
                 others = {key for member in members for key in member.model_fields} - chosen[0].model_fields.keys()
@@ -249,9 +259,7 @@ class _Source:
         given = self.tree[section]
         gone = {key: given.pop(key) for key in [*given] if key in excluded and (section, key) in self.lines}
         if said := ", ".join(f"{key} {value}" for key, value in gone.items() if value):
-            why = f"in the place of {said} of {self.file}"
-            where = self.given((section, by))
-            self.fallen_away.append(Finding("falls_away", "info", f"{section}.{by}", given[by], why, where=where))
+            self._note("falls_away", "info", (section, by), given[by], f"in the place of {said} of {self.file}")
 
     def _child(self, target: Any, part: str, path: KeyPath, text: str) -> str | int | None:
         """Return the key of `part` inside `target`, and create it where needed. Return None, and report a problem,
@@ -263,6 +271,7 @@ class _Source:
             return int(part)
         if isinstance(target, list):
             rule = f"is a list of {len(target)}, counted from 0: there is no item {part!r}"
+            rule += f"{_FIX}name one that there is, or give the whole list: {_dotted(path)}=[...]"
         else:
             rule = "is a single value: nothing can be set inside it"
         self.report(path, rule, target, where=f"override {text}")

@@ -115,6 +115,13 @@ def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
     return path, section, slot or Slot(Any)
 
 
+def default_of(path: KeyPath) -> Any:
+    """Return the default of a key. None: it has none, or there is no such key."""
+    place, section, _ = locate(path)
+    field = section.model_fields.get(str(path[-1])) if section and place == path else None
+    return None if field is None or field.is_required() else field.get_default()
+
+
 def describe(slot: Slot) -> str:
     """Return what a key takes, in words: `a whole number above 0`, `one of a, b`, `a list of ...`."""
     annotation, metadata = slot

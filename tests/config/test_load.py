@@ -105,6 +105,8 @@ def test_overrides(tmp_path):
             "optimizer.betas=[0.8, 0.99]",
             "model.vocab_size=null",
             "optimizer.lr=2e-3",
+            "evaluation.samples_prompts.0=Once",
+            "stability.monitor.layers.0=1",
         ],
     )
     assert config.optimizer.lr == 2e-3
@@ -113,6 +115,8 @@ def test_overrides(tmp_path):
     assert config.data.valid[0].weight == 2
     assert config.tokens_per_step.tokens == 262144
     assert config.optimizer.betas == (0.8, 0.99)
+    assert (config.evaluation.samples_prompts, config.stability.monitor.layers) == (["Once"], [1])
+    assert load_config(write(tmp_path, GOOD), ["optimizer.betas.1=0.99"]).optimizer.betas == (0.9, 0.99)
 
 
 def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
@@ -225,7 +229,7 @@ def test_messages(tmp_path, old, new, expected):
 
 def test_a_schedule_is_changed_by_its_key(tmp_path):
     """Keys of the file that belong to another schedule fall away and are named, and so does the other way to say how
-    long the warm-up or the decay is, unless the override is null. What the overrides themselves contradict stays an
+    long the warm-up or the decay is, unless the override is the default. What the overrides themselves contradict stays an
     error."""
     path = write(tmp_path, GOOD + "lr_schedule:\n  shape: wsd\n  warmup: 0.02\n  decay_tokens: 9\n")
     changes = ["tokens_per_step.tokens=65536", "tokens_per_step.schedule=constant", "lr_schedule.warmup_tokens=8"]
@@ -239,8 +243,19 @@ def test_a_schedule_is_changed_by_its_key(tmp_path):
     assert 'constant": in the place of start 16384, end 65536, ramp_tokens 2100000 of ' in said[0]
     assert "warmup_tokens = 8: in the place of warmup 0.02 of" in said[1]
     assert "decay = 0.3: in the place of decay_tokens 9 of" in said[2]
-    without = load_config(path, ["lr_schedule.decay=null"]).lr_schedule
-    assert (without.decay, without.decay_tokens) == (None, 9)
+    idle = ["lr_schedule.decay=null", "lr_schedule.warmup_tokens=0"]
+    kept = load_config(path, idle)
+    assert kept == load_config(path)
+    said = [str(found) for found in check(kept, 1, path=path, overrides=idle) if found.rule == "stays"]
+    assert (
+        f"warmup_tokens = 0: leaves warmup 0.02 of {path}:24 as it is [stays]\n    fix: lr_schedule.warmup=0.0"
+        in said[0]
+    )
+    assert "decay = null: leaves decay_tokens 9 of" in said[1] and "fix: lr_schedule.decay_tokens=null takes" in said[1]
+    idle += ["lr_schedule.warmup=0", "lr_schedule.decay_tokens=null"]
+    none = load_config(path, idle)
+    assert none.lr_schedule.model_dump(exclude_defaults=True) == {"shape": "wsd"}
+    assert not [found for found in check(none, 1, path=path, overrides=idle) if found.rule == "stays"]
     twice = ["optimizer.lr=1e-3", *changes, "optimizer.lr=2e-3", "optimizer.lr=2e-3"]
     (said,) = [f"{found}" for found in check(config, 1, path=path, overrides=twice) if found.rule == "given_twice"]
     assert said.startswith("override optimizer.lr=2e-3: optimizer.lr = 0.002: optimizer.lr=1e-3 stands before it")
@@ -266,6 +281,9 @@ def test_aliases_of_aliases_do_not_grow(tmp_path):
     ("=3", "override =3: must be dotted.key=value"),
     ("model..x=3", "override model..x=3: must be dotted.key=value"),
     ("data.train.2.path=c", "data.train = [{\"path\": \"a\", \"weight\": 3}, {\"path\": \"b\"}]: is a list of 2, counted from 0: there is no item '2'"),
+    ("data.train.2.path=c", "there is no item '2'\n      fix: name one that there is, or give the whole list: data.train=[...]"),
+    ("data.valid.1.path=c", "data.valid = []: is a list of 0, counted from 0: there is no item '1'"),
+    ("optimizer.betas.2=0.9", "optimizer.betas = [0.9, 0.95]: is a list of 2, counted from 0: there is no item '2'"),
     ("data.train.x=c", "there is no item 'x'"),
     ("data.train.\u00b2=c", "there is no item '\u00b2'"),
     ("data.seq_length.x=1", "data.seq_length = 1024: is a single value: nothing can be set inside it"),

@@ -4,11 +4,12 @@ changes."""
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runs import write_config
 from sagetrain.config import RunConfig, dump_config, load_config
+from sagetrain.config.arithmetic import decay_tokens, warmup_tokens
 from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, OptimizerConfig, RampTokens, Stage, StagedTokens
 from sagetrain.config.tokens_per_step import stages, tokens_per_step
 from sagetrain.training.lr_schedule import curve, learning_rate
@@ -42,6 +43,15 @@ def test_a_shorter_run_has_a_shorter_warm_up():
 def test_wsd_decays_over_the_last_tenth_by_default():
     config = LrScheduleConfig(shape="wsd")
     assert [curve(2.0, config, t, TOTAL) for t in (0, 900, 950, 1000)] == [2.0, 2.0, 1.0, 0.0]
+
+
+@example(3, 50, 50)
+@given(st.integers(1, 10**13), st.integers(0, 99), st.integers(0, 99))
+def test_shares_that_fit_a_run_fit_in_whole_tokens(total, warmup, decay):
+    """An odd number of tokens has no two halves."""
+    parts = LrScheduleConfig(shape="wsd", warmup=warmup / 100, decay=min(decay, 100 - warmup) / 100)
+    assert warmup_tokens(parts, total) < total
+    assert warmup_tokens(parts, total) + decay_tokens(parts, total) <= total
 
 
 def test_without_warmup_the_first_step_has_nearly_the_peak():
