@@ -4,11 +4,15 @@
 import re
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from checked_config import check_found, only, run_config
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check
 from sagetrain.config.load import load_config
+from sagetrain.config.reference import keys
 from sagetrain.config.rules import fit
 
 
@@ -60,22 +64,23 @@ def test_gated_delta_nets_go_with_what_was_proven(sections, key):
     assert fit(run_config(model={"num_layers": 4, "delta_net": {"key_heads": 2}}), 4) == []
 
 
+KEYS = [key.name for key in keys()]
 EXPERTS = {"number": 8, "per_token": 2, "ffn_size": 64}
 STRETCHED = {"type": "llama3", "factor": 8, "original_seq_length": 8192}
 CASES = [
     # The columns are: sections, world size, rule, level, key, a part of the message, a part of the fix.
     ({"parallel": {"tensor_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}}, 4,
-     "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "use 1, 2, or start a multiple of 3 ranks (torchrun --nproc-per-node 3 -m sagetrain train; for plan --world-size)"),
+     "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "start a multiple of 3 ranks (torchrun --nproc-per-node 3 -m sagetrain train; for plan --world-size), or a tensor_parallel_size of 1, 2"),
     ({"parallel": {"tensor_parallel_size": 2}, "model": {"num_attention_heads": 3, "head_dim": 64, "num_key_value_heads": 1}}, 2,
-     "tensor_parallel_split", "error", "model.num_attention_heads", "3: is not a multiple of parallel.tensor_parallel_size 2", "use 2 or 4"),
+     "tensor_parallel_split", "error", "model.num_attention_heads", "3: is not a multiple of parallel.tensor_parallel_size 2", "use 2 or 4 with num_key_value_heads 2, or a tensor_parallel_size of 1"),
     ({"parallel": {"tensor_parallel_size": 4}, "model": {"num_key_value_heads": 2}}, 4,
-     "tensor_parallel_split", "error", "model.num_key_value_heads", "2: is not a multiple of parallel.tensor_parallel_size 4", "use 4,"),
+     "tensor_parallel_split", "error", "model.num_key_value_heads", "2: is not a multiple of parallel.tensor_parallel_size 4", "use 4, or a tensor_parallel_size of 1, 2"),
     ({"parallel": {"tensor_parallel_size": 2}, "model": {"ffn_hidden_size": 767}}, 2,
      "tensor_parallel_split", "error", "model.ffn_hidden_size", "767: is not a multiple", "use 766 or 768"),
     ({"model": {"num_key_value_heads": 3}}, 1,
      "grouped_query_heads", "error", "model.num_key_value_heads", "does not divide num_attention_heads 4", "one of 1, 2, 4"),
     ({"model": {"hidden_size": 258}}, 1,
-     "default_head_dim", "error", "model.hidden_size", "258: is not a multiple of num_attention_heads 4", "use 256 or 260, or give"),
+     "default_head_dim", "error", "model.hidden_size", "258: is not a multiple of num_attention_heads 4", "use 256 or 272, or give"),
     ({"model": {"head_dim": 63}}, 1,
      "even_head_dim", "error", "model.head_dim", "63: is odd", "even head_dim"),
     ({"model": {"num_layers": 4, "delta_net": {"key_heads": 2, "value_heads": 3}}}, 1,
@@ -85,7 +90,7 @@ CASES = [
     ({"model": {"num_layers": 3, "delta_net": {"key_heads": 2}}}, 1,
      "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first 3 letters, one a layer", "use a pattern with D and F"),
     ({"model": {"num_layers": 1, "delta_net": {"key_heads": 2}}}, 1,
-     "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first letter, one a layer", "use model.num_layers 2 or more, or"),
+     "delta_net_pattern", "error", "model.delta_net.pattern", "has no F in the first letter, one a layer", "use model.num_layers 4 or more, or"),
     ({"model": {"num_layers": 3, "delta_net": {"key_heads": 2, "pattern": "DF"}, "value_embeddings": True}}, 1,
      "no_effect", "warning", "model.value_embeddings", "true: has no effect with a gated delta net in every second layer from the last one", "remove it"),
     ({"model": {"experts": {**EXPERTS, "per_token": 9}}}, 1,
@@ -99,7 +104,7 @@ CASES = [
     ({"model": {"hidden_size": 264, "experts": EXPERTS}}, 1,
      "experts_multiple", "error", "model.hidden_size", "264: is not a multiple of 16", "use 256 or 272"),
     ({"model": {"experts": {**EXPERTS, "ffn_size": 16, "shared": 1}}, "parallel": {"tensor_parallel_size": 32}}, 32,
-     "tensor_parallel_split", "error", "model.experts.shared", "1: x ffn_size 16 is not a multiple of", "another number than 1"),
+     "tensor_parallel_split", "error", "model.experts.shared", "1: x ffn_size 16 is not a multiple of", "use 2, or 0"),
     ({"model": {"num_attention_heads": 6, "head_dim": 64, "ffn_hidden_size": 768, "experts": {**EXPERTS, "number": 6}}, "evaluation": {"samples_every_tokens": 10**6}, "parallel": {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 3}}, 6,
      "texts_of_experts", "error", "parallel.expert_parallel_size", "3: cuts across tensor-parallel groups of 2 ranks", "use a divisor or a multiple of 2, or no"),
     ({"model": {"experts": EXPERTS, "conventions": "gpt_oss", "activation": "geglu"}}, 1,
@@ -145,28 +150,28 @@ CASES = [
     ({"parallel": {"tensor_parallel_size": 4, "sequence_parallel": True}, "data": {"seq_length": 1022}, "tokens_per_step": {"schedule": "constant", "tokens": 2044}}, 4,
      "sequence_parallel_split", "error", "data.seq_length", "1022: is not a multiple of parallel.tensor_parallel_size 4", "use 1020 or 1024"),
     ({"parallel": {"tensor_parallel_size": 2, "context_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}, "data": {"seq_length": 1536}}, 4,
-     "world_size", "error", "parallel.context_parallel_size", "3: times tensor_parallel_size 2 does not divide the 4 ranks", "use 1, or start a multiple of 6 ranks"),
+     "world_size", "error", "parallel.context_parallel_size", "3: times tensor_parallel_size 2 does not divide the 4 ranks", "start a multiple of 6 ranks"),
     ({"parallel": {"context_parallel_size": 6}, "model": {"num_attention_heads": 12, "head_dim": 64, "num_key_value_heads": 4}, "data": {"seq_length": 1536}}, 6,
-     "context_parallel_split", "error", "model.num_key_value_heads", "4: is neither a multiple of parallel.tensor_parallel_size 1 x context_parallel_size 6 nor divides it:", "use one of 1, 2, 3, 6, 12, or a context_parallel_size of 1, 2, 4, 12"),
+     "context_parallel_split", "error", "model.num_key_value_heads", "4: is neither a multiple of parallel.tensor_parallel_size 1 x context_parallel_size 6 nor divides it:", "use 1, 2, 3, 6, 12, or a context_parallel_size of 1, 2"),
     ({"parallel": {"context_parallel_size": 3, "tensor_parallel_size": 2}, "model": {"num_attention_heads": 12, "head_dim": 64, "num_key_value_heads": 4}, "data": {"seq_length": 1536}}, 6,
-     "context_parallel_split", "error", "model.num_key_value_heads", "4: is neither a multiple of parallel.tensor_parallel_size 2 x context_parallel_size 3 nor divides it:", "use one of 2, 6, 12, or a context_parallel_size of 1, 2, 6"),
+     "context_parallel_split", "error", "model.num_key_value_heads", "4: is neither a multiple of parallel.tensor_parallel_size 2 x context_parallel_size 3 nor divides it:", "use 2, 6, 12, or a context_parallel_size of 1"),
     ({"parallel": {"context_parallel_size": 4, "tensor_parallel_size": 2}, "model": {"num_attention_heads": 12, "head_dim": 64, "num_key_value_heads": 4}}, 8,
-     "context_parallel_split", "error", "model.num_attention_heads", "12: is not a multiple of parallel.tensor_parallel_size 2 x context_parallel_size 4:", "use 8 or 16, or a context_parallel_size of 1, 2, 6"),
+     "context_parallel_split", "error", "model.num_attention_heads", "12: is not a multiple of parallel.tensor_parallel_size 2 x context_parallel_size 4:", "use 8 or 16, or a context_parallel_size of 1, 2"),
     ({"parallel": {"context_parallel_size": 3}, "data": {"seq_length": 1536}}, 3,
-     "context_parallel_split", "error", "model.num_attention_heads", "4: is not a multiple of", "use 3 or 6 with head_dim 64, or a context_parallel_size of 1, 2, 4"),
+     "context_parallel_split", "error", "model.num_attention_heads", "4: is not a multiple of", "use 3 or 6 with head_dim 64, or a context_parallel_size of 1"),
     ({"parallel": {"context_parallel_size": 3}, "model": {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}, "data": {"seq_length": 1536}}, 3,
-     "context_parallel_split", "error", "model.num_attention_heads", "16: is not a multiple of", "use 15 or 18 with as many num_key_value_heads, or a"),
+     "context_parallel_split", "error", "model.num_attention_heads", "16: is not a multiple of", "use 15 with num_key_value_heads 15, or 18 with num_key_value_heads 18, or a"),
     ({"parallel": {"context_parallel_size": 2}, "model": {"num_attention_heads": 15, "num_key_value_heads": 6, "head_dim": 64}}, 2,
      "context_parallel_split", "error", "model.num_attention_heads", "15: is not a multiple of", "use 12 or 18, or a"),
     ({"parallel": {"context_parallel_size": 8}, "attention": {"backend": "sdpa"}, "data": {"seq_length": 1100}}, 8,
-     "gather_of_tokens", "error", "data.seq_length", "1100: is not a multiple of 256: parallel.context_parallel_size 8 is more than the 4 query heads of a rank, so that keys are gathered over 2 ranks, and each has two chunks", "use 1024 or 1280, or use a context_parallel_size of at most 4"),
+     "gather_of_tokens", "error", "data.seq_length", "1100: is not a multiple of 256: parallel.context_parallel_size 8 is more than the 4 query heads of a rank, so that keys are gathered over 2 ranks, and each has two chunks", "use 1024 or 1280, or a context_parallel_size of 1, 2, 4"),
     *(({"parallel": {"context_parallel_size": 8, **parallel}, "attention": {"backend": "sdpa", **attention}, **stability}, 8,
        "gather_of_keys", "error", key, "keys are gathered over 2 ranks", fix)
       for parallel, attention, stability, key, fix in [
-          ({"engine": "deepspeed"}, {}, {}, "parallel.engine", "use fsdp, or use a context_parallel_size of at most 4"),
+          ({"engine": "deepspeed"}, {}, {}, "parallel.engine", "use fsdp, or a context_parallel_size of 1, 2, 4"),
           ({"offload": "optimizer"}, {}, {}, "parallel.offload", "use none"),
           ({}, {}, {"model": {"experts": {"number": 4, "per_token": 1, "ffn_size": 64}}}, "model.experts.number", "use a model without experts"),
-          ({}, {"backend": "auto"}, {}, "attention.backend", "use sage, flash or sdpa"),
+          ({}, {"backend": "auto"}, {}, "attention.backend", "use flash or sdpa"),
           ({}, {"backend": "sage"}, {}, "attention.recipe", "use scores or fine"),
           ({}, {"backend": "sage", "recipe": "fine"}, {}, "stability.monitor.every_steps", "use null"),
           ({}, {"backend": "sage", "recipe": "fine"}, {"stability": {"quant_noise": {"every_steps": 10}}}, "stability.quant_noise.every_steps", "use null"),
@@ -188,7 +193,7 @@ CASES = [
     ({"tokens_per_step": {"schedule": "constant", "tokens": 4096}}, 4,
      "whole_micro_steps", "error", "tokens_per_step.tokens", "4096: is not a multiple", "use 8192,"),
     ({"data": {"micro_batch_size": 10**17}}, 1,  # The fix must not be searched among all smaller numbers.
-     "whole_micro_steps", "error", "tokens_per_step.tokens", "65536: is not a multiple", "or data.micro_batch_size 64"),
+     "whole_micro_steps", "error", "tokens_per_step.tokens", "65536: is not a multiple", "use data.micro_batch_size 64"),
     ({"optimizer": {"lr": 3e-2}}, 1,
      "large_lr", "warning", "optimizer.lr", "0.03: one step of AdamW may change each weight by that much; they begin with a standard deviation of model.init_std 0.02", "such as 3e-4"),
     ({"optimizer": {"weight_decay": 1000}}, 1,
@@ -228,15 +233,15 @@ CASES = [
     ({"lr_schedule": {"warmup": 0.01}}, 1,
      "one_warmup", "error", "lr_schedule.warmup_tokens", "1000000: is a second warm-up beside lr_schedule.warmup 0.01", "keep one"),
     ({"lr_schedule": {"shape": "wsd", "decay_tokens": 99_500_000}}, 1,
-     "decay_after_warmup", "error", "lr_schedule.decay_tokens", "with a warm-up of 1000000 a decay of 99500000 tokens is more than", "use at most 99000000 tokens"),
+     "decay_after_warmup", "error", "lr_schedule.decay_tokens", "with a warm-up of 1000000 a decay of 99500000 tokens is more than", "use decay_tokens of at most 99000000"),
     ({"lr_schedule": {"shape": "wsd", "decay": 0.995}}, 1,
-     "decay_after_warmup", "error", "lr_schedule.decay", "0.995: with a warm-up of 1000000 a decay of 99500000 tokens is more than", "use at most 99000000 tokens"),
+     "decay_after_warmup", "error", "lr_schedule.decay", "0.995: with a warm-up of 1000000 a decay of 99500000 tokens is more than", "use at most 0.99, or"),
     ({"lr_schedule": {"shape": "wsd", "decay": 0.2, "decay_tokens": 5}}, 1,
      "one_decay", "error", "lr_schedule.decay_tokens", "5: is a second decay beside lr_schedule.decay 0.2", "keep one of the two, and set the other to null"),
     ({"lr_schedule": {"decay": 0.2}}, 1,
      "no_effect", "warning", "lr_schedule.decay", "has no effect with shape cosine", "remove it"),
     ({"lr_schedule": {"shape": "wsd", "warmup_tokens": 95_000_000}}, 1,
-     "decay_after_warmup", "error", "lr_schedule.decay", "with a warm-up of 95000000 a decay of 10000000 tokens is more than training.total_tokens 100000000", "use at most 5000000 tokens, or shorten the warm-up"),
+     "decay_after_warmup", "error", "lr_schedule.decay", "with a warm-up of 95000000 a decay of 10000000 tokens is more than training.total_tokens 100000000", "use decay_tokens of at most 5000000, or shorten the warm-up"),
     ({"lr_schedule": {"min_lr": 2e-3}}, 1,
      "min_lr", "error", "lr_schedule.min_lr", "0.002: is above the peak, optimizer.lr 0.001", "smaller"),
     ({"training": {"dtype": "fp32"}, "attention": {"backend": "flash"}}, 1,
@@ -301,6 +306,72 @@ def test_documents_may_share_positions_but_not_the_reverse(attention, positions)
 @pytest.mark.parametrize("case", CASES)
 def test_findings(case):
     check_found(*case)
+
+
+def fixed(finding, file):
+    """Yield what each way of a fix that names values changes (`use 2 or 4 with num_key_value_heads 2, or a
+    tensor_parallel_size of 1`), and the configuration after it."""
+
+    def whole(name):
+        within = finding.key.rpartition(".")[0]
+        return min(
+            (each for each in KEYS if f".{each}".endswith(f".{name}")),
+            key=lambda each: not each.startswith(within),
+            default="",
+        )
+
+    value = r"(?:[0-9][0-9.e]*|null|none|true|false|[a-z]+[0-9]+|fsdp|sdpa|flash|sage)"
+    for way in re.split(r", or (?!0$)|; ", re.sub(r" \(.*?\)", "", finding.fix)):
+        first, _, also = way.partition(" with ")
+        named = re.fullmatch(
+            rf"(?:use |set |a |an )*(?!use |it )([a-z_.]+)(?:: | of at most | of | )({value}(?:(?:, | or ){value})*)",
+            first,
+        )
+        given = re.fullmatch(rf"(?:use |set it to )(?:at most )?({value}(?:(?:, or |, | or ){value})*)", first)
+        key, values = (whole(named[1]), named[2]) if named else (finding.key, given[1] if given else "")
+        for each in re.split(", or |, | or ", values) if key and values else ():
+            changes = {key: each} | {whole(name): number for name, number in re.findall(r"([a-z_]+) ([0-9]+)", also)}
+            yield changes, load_config(file, [f"{name}={new}" for name, new in changes.items()])
+
+
+def errors_of(cfg, world_size):
+    return {(each.rule, each.key): each for each in check(cfg, world_size, files=False) if each.level == "error"}
+
+
+def check_fixes(file, world_size, sections):
+    """Check that each fix that names values mends its error, and that what was right before stays right. Return how
+    many there are. A length alone may need other tokens per step."""
+    cfg = run_config(**sections)
+    file.write_text(yaml.safe_dump(cfg.model_dump(mode="json", exclude_unset=True)))
+    count, before = 0, errors_of(cfg, world_size)
+    for finding in before.values():
+        wrong = {key for _, key in before} - {finding.key}
+        for changes, mended in fixed(finding, file):
+            after, count = errors_of(mended, world_size), count + 1
+            assert (finding.rule, finding.key) not in after, (str(finding), changes)
+            new = {rule: str(after[rule, key]) for rule, key in after.keys() - before.keys() if key not in wrong}
+            assert not new.keys() - {"whole_micro_steps"}, (str(finding), changes, new)
+    return count
+
+
+def test_a_fix_that_names_values_mends_its_error(tmp_path):
+    named = {case[2] for case in CASES if case[3] == "error" and check_fixes(tmp_path / "run.yaml", case[1], case[0])}
+    assert len(named) >= 30, named
+
+
+@given(st.data())
+def test_a_fix_of_a_layout_passes_all_rules_of_the_layout(tmp_path_factory, data):
+    draw = lambda *numbers: data.draw(st.sampled_from(numbers))  # noqa: E731
+    model = {
+        "num_attention_heads": data.draw(st.integers(1, 24)),
+        "hidden_size": 4 * data.draw(st.integers(6, 80)),
+        "ffn_hidden_size": data.draw(st.integers(32, 300)),
+    }
+    model |= draw({}, {"head_dim": 32}) | draw({}, {"num_key_value_heads": data.draw(st.integers(1, 12))})
+    parallel = {"tensor_parallel_size": draw(1, 2, 3, 4, 6, 8), "context_parallel_size": draw(1, 1, 2, 3, 4)}
+    parallel |= {"sequence_parallel": draw(True, False), "pipeline_parallel_size": draw(1, 1, 2)}
+    sections = {"model": model, "parallel": parallel, "attention": {"backend": "sdpa"}}
+    check_fixes(tmp_path_factory.getbasetemp() / "run.yaml", draw(1, 2, 3, 4, 6, 8, 12, 16, 24, 48), sections)
 
 
 def test_a_length_that_a_fix_names_is_right_for_all_rules():
@@ -387,9 +458,9 @@ def test_a_run_saved_or_evaluated_at_its_end_alone_is_told() -> None:
     sections = {name: {"every_tokens": 4096} for name in ("evaluation", "checkpoint")} | {
         "data": {"valid": [{"path": "y"}]}
     }
-    for total, keys in ((4096, ["evaluation.every_tokens", "checkpoint.every_tokens"]), (8192, [])):
+    for total, names in ((4096, ["evaluation.every_tokens", "checkpoint.every_tokens"]), (8192, [])):
         found = check(run_config(training={"total_tokens": total}, **sections), 1, files=False)
-        assert [finding.key for finding in found if finding.rule == "only_at_the_end"] == keys
+        assert [finding.key for finding in found if finding.rule == "only_at_the_end"] == names
 
 
 def test_the_tokenizer_beside_the_data_is_looked_for(tmp_path):

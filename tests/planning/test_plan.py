@@ -319,7 +319,7 @@ def test_it_needs_no_torch_and_little_time():
         ["configs/1b.yaml", "--measured-tokens-per-second", "5e4", "parallel.tensor_parallel_size=32"]
         + ["--world-size", "32"],
         2,
-        "model.num_key_value_heads",
+        "use 32 with num_key_value_heads 32",
     ),
     (["configs/24gb.yaml", "--gpu", "RTX 4090"], 0, "as configured on 1 x NVIDIA RTX 4090"),
     (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),

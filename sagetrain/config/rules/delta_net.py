@@ -48,11 +48,12 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     kinds = {layer.delta_net is None for layer in layers(cfg.model)}
     if len(kinds) == 1 and cfg.model.windows is None:
         lacking, count = "D" if kinds == {True} else "F", cfg.model.num_layers
-        both = "a pattern with D and F among these letters" if count > 1 else "model.num_layers 2 or more"
+        ways = ["a pattern with D and F among these letters"] * (count > 1)
+        ways += [f"model.num_layers {delta.pattern.index(lacking) + 1} or more"] * (lacking in delta.pattern)
         yield About("delta_net_pattern", f"{key}.pattern", delta.pattern).error(
             f"has no {lacking} in the first {f'{count} letters' if count > 1 else 'letter'}, one a layer: a hybrid has "
             "both",
-            f"use {both}, or {key}: null",
+            f"use {', or '.join([*ways, f'{key}: null'])}",
         )
     if cfg.model.value_embeddings and not any(layer.value_embeddings for layer in layers(cfg.model)):
         why = f"a gated delta net in every second layer from the last one back ({key}.pattern {delta.pattern})"

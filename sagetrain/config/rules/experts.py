@@ -9,7 +9,7 @@ from sagetrain.config.errors import Finding, many
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.linear_sizes import EIGHT_BITS
-from sagetrain.config.rules.findings import About, divisors, neighbours, not_proven
+from sagetrain.config.rules.findings import About, divisors, hidden_sizes, neighbours, not_proven
 from sagetrain.config.schema import ExpertsConfig, RunConfig
 
 _MULTIPLE = 16
@@ -72,13 +72,16 @@ def _sizes(cfg: RunConfig, experts: ExpertsConfig) -> Iterator[Finding]:
             f"leaves none of the {cfg.model.num_layers} layers with experts",
             f"use 0 to {cfg.model.num_layers - 1}, or model.experts: null",
         )
-    for name, size in (("model.hidden_size", cfg.model.hidden_size), (f"{key}.ffn_size", experts.ffn_size)):
+    for name, size, fitting in (
+        ("model.hidden_size", cfg.model.hidden_size, hidden_sizes(cfg.model)),
+        (f"{key}.ffn_size", experts.ffn_size, neighbours(experts.ffn_size, _MULTIPLE)),
+    ):
         if size % _MULTIPLE:
             why = f"is not a multiple of {_MULTIPLE}, which the kernels of experts need"
-            yield About("experts_multiple", name, size).error(why, f"use {neighbours(size, _MULTIPLE)}")
-    if (columns := experts.shared * experts.ffn_size) % tensor:
+            yield About("experts_multiple", name, size).error(why, f"use {fitting}")
+    if experts.shared * experts.ffn_size % tensor:
         why = f"x ffn_size {experts.ffn_size} is not a multiple of parallel.tensor_parallel_size {tensor}"
-        fix = f"use another number than {experts.shared}, whose {columns} columns each rank gets an equal share of"
+        fix = f"use {neighbours(experts.shared, tensor // math.gcd(tensor, experts.ffn_size))}, or 0"
         yield About("tensor_parallel_split", f"{key}.shared", experts.shared).error(why, fix)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from math import lcm
 from typing import NamedTuple, cast
 
 from sagetrain.config.errors import Finding, Level
-from sagetrain.config.schema import EvaluationConfig, RunConfig
+from sagetrain.config.schema import EvaluationConfig, ModelConfig, RunConfig
 from sagetrain.config.sections.base import Section
 
 
@@ -69,12 +70,23 @@ def samples_off(asked: EvaluationConfig) -> str:
     return f"evaluation.samples_every_tokens: null{also}"
 
 
-def divisors(number: int) -> str:
-    """Return the divisors of a number as text, for a fix."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+def divisors(number: int, most: int | None = None) -> str:
+    """Return the divisors of a number, those up to `most`, as text for a fix."""
+    return ", ".join(str(d) for d in range(1, min(number, most or number) + 1) if number % d == 0)
+
+
+def nearest(value: int, multiple: int) -> list[int]:
+    """Return the nearest multiples above 0, at most one on either side."""
+    below = value // multiple * multiple
+    return [number for number in (below, below + multiple) if number]
 
 
 def neighbours(value: int, multiple: int) -> str:
     """Return the nearest allowed values as text, for a fix: `512 or 768`."""
-    below = value // multiple * multiple
-    return f"{below} or {below + multiple}" if below else f"{multiple}"
+    return " or ".join(map(str, nearest(value, multiple)))
+
+
+def hidden_sizes(model: ModelConfig) -> str:
+    """Return the nearest values of model.hidden_size that all rules take, as text for a fix."""
+    of_heads = 1 if "head_dim" in model.model_fields_set else 2 * model.num_attention_heads
+    return neighbours(model.hidden_size, lcm(16, of_heads))

@@ -9,8 +9,9 @@ from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect, samples_off
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
+from sagetrain.config.rules.findings import About, divisors, nearest, neighbours, no_effect, samples_off
+from sagetrain.config.schema import ModelConfig, RunConfig
 
 
 def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
@@ -33,7 +34,7 @@ def findings(cfg: RunConfig, layout: Layout, vocab_size: int | None) -> Iterator
             f"set parallel.zero_stage: 2, or {samples_off(cfg.evaluation)} and take `sagetrain generate`",
         )
     yield from _ranks(cfg, layout)
-    yield from _slices(cfg)
+    yield from _slices(cfg, layout)
     yield from _vocabulary(cfg, vocab_size)
     tensor = cfg.parallel.tensor_parallel_size
     if cfg.parallel.sequence_parallel and tensor == 1:
@@ -59,19 +60,19 @@ def _ranks(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if world_size % tensor:
         yield About("world_size", "parallel.tensor_parallel_size", tensor).error(
             f"does not divide the {many(world_size, 'rank')} of this launch",
-            f"use {divisors(gcd(world_size, *_shared(cfg)))}, or start a multiple of {tensor} ranks "
-            f"(torchrun --nproc-per-node {tensor} -m sagetrain train; for plan --world-size)",
+            f"start a multiple of {tensor} ranks (torchrun --nproc-per-node {tensor} -m sagetrain train; for plan "
+            f"--world-size){_tensor_sizes(cfg, layout)}",
         )
     elif world_size % (tensor * context):
         yield About("world_size", "parallel.context_parallel_size", context).error(
             f"times tensor_parallel_size {tensor} does not divide the {many(world_size, 'rank')} of this launch",
-            f"use {_context_sizes(cfg, world_size // tensor)}, or start a multiple of {tensor * context} ranks",
+            f"start a multiple of {tensor * context} ranks{context_sizes(cfg, layout)}",
         )
     elif world_size % (tensor * context * pipeline):
         yield About("world_size", "parallel.pipeline_parallel_size", pipeline).error(
             f"times {both} does not divide the {many(world_size, 'rank')} of this launch",
-            f"use {divisors(world_size // (tensor * context))}, or start a multiple of {tensor * context * pipeline} "
-            "ranks",
+            f"use {divisors(world_size // (tensor * context), cfg.model.num_layers)}, or start a multiple of "
+            f"{tensor * context * pipeline} ranks",
         )
     elif replicas % (size := cfg.parallel.shard_size or 1):
         yield About("shard_size", "parallel.shard_size", size).error(
@@ -81,58 +82,82 @@ def _ranks(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         )
 
 
-def _slices(cfg: RunConfig) -> Iterator[Finding]:
+def _slices(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check that every rank gets an equal share of heads, of columns and of each sequence."""
-    tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
-    both = _tensor_and_context(cfg)
-    for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
-        value = getattr(cfg.model, name)
-        if value % tensor:
-            yield About("tensor_parallel_split", f"model.{name}", value).error(
-                f"is not a multiple of parallel.tensor_parallel_size {tensor}: every rank holds an equal share",
-                f"use {neighbours(value, tensor)}, or another tensor_parallel_size",
-            )
-    yield from _heads_of_context(cfg, tensor, context)
+    tensor, context, gathers = layout.tensor, layout.context, layout.gather > 1
+    if (columns := cfg.model.ffn_hidden_size) % tensor:
+        yield About("tensor_parallel_split", "model.ffn_hidden_size", columns).error(
+            f"is not a multiple of parallel.tensor_parallel_size {tensor}: every rank holds an equal share",
+            f"use {neighbours(columns, tensor * (LOW_BIT_MULTIPLE if cfg.linear.low_bit else 1))}"
+            f"{_tensor_sizes(cfg, layout)}",
+        )
+    # Ranks that gather have too few heads to share. Heads that tensor parallelism does not cut are no such case.
+    apart = gathers and cfg.model.num_attention_heads % tensor == 0
+    yield from _heads(cfg, layout, tensor if apart else tensor * context)
     length, slices = cfg.data.seq_length, context * (tensor if cfg.parallel.sequence_parallel else 1)
-    gathers = layers(cfg.model)[0].attention.gather_of(tensor, context) > 1
     if length % slices and not gathers:  # Ranks that gather keys have a rule of their own.
         rule, over = "context_parallel_split", f"parallel.context_parallel_size {context}"
         if length % context == 0:
-            rule, over = "sequence_parallel_split", f"{both}, over which sequence_parallel spreads it"
+            rule, over = (
+                "sequence_parallel_split",
+                f"{_tensor_and_context(cfg)}, over which sequence_parallel spreads it",
+            )
         yield About(rule, "data.seq_length", length).error(
             f"is not a multiple of {over}: every rank holds an equal slice",
             f"use {neighbours(length, slices)}, or change the parallel section",
         )
 
 
-def _heads_of_context(cfg: RunConfig, tensor: int, context: int) -> Iterator[Finding]:
-    """Check that every context-parallel rank gets an equal share of the query heads, and of the key/value heads or of
-    their copies."""
-    heads, key_heads = _heads(cfg)
-    if heads % tensor or key_heads % tensor or layers(cfg.model)[0].attention.gather_of(tensor, context) > 1:
-        return
-    both, ranks, sizes = _tensor_and_context(cfg), tensor * context, _context_sizes(cfg)
-    key_heads_fit = key_heads % ranks == 0 or ranks % key_heads == 0
+def _heads(cfg: RunConfig, layout: Layout, ranks: int) -> Iterator[Finding]:
+    """Check that each of `ranks` tensor- and context-parallel ranks gets an equal share of the query heads, and of the
+    key/value heads or of their copies."""
+    tensor, heads, key_heads = layout.tensor, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+    rule, why = "context_parallel_split", "in attention every rank works on an equal share of the heads"
+    over, sizes = _tensor_and_context(cfg), context_sizes(cfg, layout)
+    if heads % tensor or key_heads % tensor:
+        sizes = _tensor_sizes(cfg, layout)
+    if (heads if heads % ranks else key_heads) % tensor:
+        rule, why = "tensor_parallel_split", "every rank holds an equal share"
+        over = f"parallel.tensor_parallel_size {tensor}"
     if heads % ranks:
-        given, also = cfg.model.model_fields_set, ""
-        # Key/value heads that are not given are as many as query heads.
-        grouped = "num_key_value_heads" in given
-        multiple = lcm(ranks, key_heads) if grouped and key_heads_fit else ranks
-        if grouped and not key_heads_fit:
-            also = " with as many num_key_value_heads"
-        if "head_dim" not in given and cfg.model.hidden_size % multiple:
-            also += f"{' and' if also else ' with'} head_dim {cfg.model.head_dim}"
-        yield About("context_parallel_split", "model.num_attention_heads", heads).error(
-            f"is not a multiple of {both}: in attention every rank works on an equal share of the heads",
-            f"use {neighbours(heads, multiple)}{also}, or a context_parallel_size of {sizes}",
+        yield About(rule, "model.num_attention_heads", heads).error(
+            f"is not a multiple of {over}: {why}", f"use {_heads_that_fit(cfg.model, tensor, ranks)}{sizes}"
         )
-    elif not key_heads_fit:
-        fitting = (n for n in range(tensor, heads + 1, tensor) if heads % n == 0 and not (n % ranks and ranks % n))
-        yield About("context_parallel_split", "model.num_key_value_heads", key_heads).error(
-            f"is neither a multiple of {both} nor divides it: in attention every rank works on an equal share of the "
-            "key/value heads, or as many ranks on each of them",
-            f"use one of {', '.join(map(str, fitting))}, or a context_parallel_size of {sizes}",
+    elif key_heads % tensor or not _whole_keys(key_heads, ranks):
+        fitting = ", ".join(map(str, _key_heads(heads, tensor, ranks)))
+        is_not = "not a multiple of {}" if key_heads % tensor else "neither a multiple of {} nor divides it"
+        why += ", or as many ranks on each of them" * (key_heads % tensor == 0)
+        yield About(rule, "model.num_key_value_heads", key_heads).error(
+            f"is {is_not.format(over)}: {why}", f"use {fitting}{sizes}"
         )
+
+
+def _whole_keys(key_heads: int, ranks: int) -> bool:
+    """Whether every rank has as many whole key/value heads as the others, or as many ranks have each of them."""
+    return key_heads % ranks == 0 or ranks % key_heads == 0
+
+
+def _key_heads(heads: int, tensor: int, ranks: int) -> list[int]:
+    """Return the numbers of key/value heads that go with so many query heads on so many ranks."""
+    return [n for n in range(tensor, heads + 1, tensor) if heads % n == 0 and _whole_keys(n, ranks)]
+
+
+def _heads_that_fit(model: ModelConfig, tensor: int, ranks: int) -> str:
+    """Return the nearest numbers of query heads that so many ranks share, as text for a fix, each with the keys that
+    change along."""
+    key_heads, ways = model.num_key_value_heads, dict[str, list[str]]()
+    # Key/value heads that are not given are as many as query heads.
+    grouped, sized = ("num_key_value_heads" in model.model_fields_set), ("head_dim" in model.model_fields_set)
+    fit = grouped and key_heads % tensor == 0 and _whole_keys(key_heads, ranks)
+    for heads in nearest(model.num_attention_heads, lcm(ranks, key_heads) if fit else ranks):
+        width, rest = divmod(model.hidden_size, heads)
+        also = []
+        if grouped and key_heads not in (fitting := _key_heads(heads, tensor, ranks)):
+            also.append(f"num_key_value_heads {min(fitting, key=lambda number: abs(number - key_heads))}")
+        if not sized and (rest or width % 2 or not 16 <= width <= 256):
+            also.append(f"head_dim {min(max(model.head_dim // 2 * 2, 16), 256)}")
+        ways.setdefault(" with " * bool(also) + " and ".join(also), []).append(str(heads))
+    return ", or ".join(" or ".join(numbers) + also for also, numbers in ways.items())
 
 
 def _vocabulary(cfg: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
@@ -156,17 +181,26 @@ def _tensor_and_context(cfg: RunConfig) -> str:
     return words + (f" x context_parallel_size {context}" if context > 1 else "")
 
 
-def _shared(cfg: RunConfig) -> tuple[int, ...]:
-    """Return the sizes that tensor parallelism divides."""
-    return *_heads(cfg), cfg.model.ffn_hidden_size, VOCAB_MULTIPLE
+def _tensor_sizes(cfg: RunConfig, layout: Layout) -> str:
+    """Return the tensor-parallel sizes that ranks, heads, columns and sequences allow, as the end of a fix; "" if
+    none."""
+    model, context, attention = cfg.model, layout.context, layers(cfg.model)[0].attention
+    ranks, rest = divmod(layout.world_size, context * layout.stages)
+    length = cfg.data.seq_length // context if cfg.parallel.sequence_parallel else 0
+    heads = model.num_attention_heads, model.num_key_value_heads
+    whole = gcd(0 if rest else ranks, length, *heads, model.ffn_hidden_size, VOCAB_MULTIPLE)
+    sizes = [size for size in range(1, whole + 1) if not (rest or whole % size)]
+    return _or_size("tensor", [n for n in sizes if context in attention.context_sizes(n) or context > heads[0] // n])
 
 
-def _context_sizes(cfg: RunConfig, ranks: int = 0) -> str:
-    """Return the context-parallel sizes that heads allow, as text. With a number of ranks, those that divide it."""
-    sizes = layers(cfg.model)[0].attention.context_sizes(cfg.parallel.tensor_parallel_size)
-    return ", ".join(str(size) for size in sizes if ranks % size == 0)
+def context_sizes(cfg: RunConfig, layout: Layout) -> str:
+    """Return the context-parallel sizes that ranks, heads and sequences allow, as the end of a fix; "" if none."""
+    ranks, rest = divmod(layout.world_size, layout.tensor * layout.stages)
+    length = cfg.data.seq_length / (layout.tensor if cfg.parallel.sequence_parallel else 1)
+    rest = rest or cfg.model.num_attention_heads % layout.tensor or cfg.model.num_key_value_heads % layout.tensor
+    sizes = [] if rest else layers(cfg.model)[0].attention.context_sizes(layout.tensor)
+    return _or_size("context", [size for size in sizes if ranks % size == 0 and length % size == 0])
 
 
-def _heads(cfg: RunConfig) -> tuple[int, int]:
-    """Return the numbers of heads that tensor and context parallelism divide."""
-    return cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+def _or_size(axis: str, sizes: list[int]) -> str:
+    return f", or a {axis}_parallel_size of {', '.join(map(str, sizes))}" if sizes else ""

@@ -8,7 +8,7 @@ from sagetrain.config.arithmetic import VOCAB_MULTIPLE, low_bit_part, may_be_low
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
-from sagetrain.config.rules.findings import About, neighbours, no_effect
+from sagetrain.config.rules.findings import About, hidden_sizes, neighbours, no_effect
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import may_begin
 
@@ -78,6 +78,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f" / tensor_parallel_size {ranks}" if ranks > 1 else ""
         )
         change = f"use {neighbours(value, LOW_BIT_MULTIPLE * ranks)}" if width == 1 else "change head_dim"
+        change = f"use {hidden_sizes(model)}" if name == "hidden_size" else change
         smaller = ", a smaller tensor_parallel_size" if ranks > 1 else ""
         needs = f"keeps {' and '.join(odd)} in 16 bits for that" if asked == "auto" else "needs that"
         yield About("linear_multiple", f"model.{name}", value).found(
@@ -112,7 +113,7 @@ def _head(cfg: RunConfig) -> Iterator[Finding]:
     if cfg.model.hidden_size % LOW_BIT_MULTIPLE:
         yield head.error(
             f"needs a model.hidden_size that is a multiple of {LOW_BIT_MULTIPLE}, not {cfg.model.hidden_size}",
-            f"use {neighbours(cfg.model.hidden_size, LOW_BIT_MULTIPLE)}, or linear.head bf16",
+            f"use {hidden_sizes(cfg.model)}, or linear.head bf16",
         )
     if VOCAB_MULTIPLE % (LOW_BIT_MULTIPLE * ranks):
         # A rank's rows of the padded vocabulary are then a multiple, whatever the vocabulary is.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import WITH_SINKS
-from sagetrain.config.rules.findings import About, divisors, no_effect
+from sagetrain.config.rules.findings import About, divisors, hidden_sizes, no_effect
 from sagetrain.config.run_parts import lengths_of
 from sagetrain.config.schema import ModelConfig, RunConfig
 
@@ -26,12 +26,10 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "every key/value head serves equally many query heads",
             f"use one of {divisors(model.num_attention_heads)}",
         )
-    rest = model.hidden_size % model.num_attention_heads
-    if rest and "head_dim" not in model.model_fields_set:
-        lower = model.hidden_size - rest
+    if model.hidden_size % model.num_attention_heads and "head_dim" not in model.model_fields_set:
         yield About("default_head_dim", "model.hidden_size", model.hidden_size).error(
             f"is not a multiple of num_attention_heads {model.num_attention_heads}, and no head_dim is given",
-            f"use {lower} or {lower + model.num_attention_heads}, or give model.head_dim",
+            f"use {hidden_sizes(model)}, or give model.head_dim",
         )
     elif head_dim % 2:
         yield About("even_head_dim", "model.head_dim", head_dim).error(

@@ -30,11 +30,12 @@ def _tokens_per_step(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
                 unit = multiple // micro
                 sizes = range(min(micro - 1, tokens // unit, 4096), 0, -1)
                 smaller = next((size for size in sizes if tokens % (unit * size) == 0), None)
-                other = f"data.micro_batch_size {smaller}" if smaller else "fewer data-parallel ranks"
+                ways = [neighbours(tokens, multiple)] * (multiple <= total)
+                ways.append(f"data.micro_batch_size {smaller}" if smaller else "fewer data-parallel ranks")
                 yield About("whole_micro_steps", key, tokens).error(
                     f"is not a multiple of micro_batch_size {micro} x seq_length "
                     f"{cfg.data.seq_length} x {layout.data} data-parallel ranks = {multiple}",
-                    f"use {neighbours(tokens, multiple)}, or {other}",
+                    f"use {', or '.join(ways)}",
                 )
     if isinstance(schedule, RampTokens):
         yield from _ramp(cfg, schedule)
@@ -112,12 +113,18 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
     elif warmup >= total:
         yield About("warmup_before_end", key, given).error(
             f"is not less than training.total_tokens {total}: the peak would never be reached",
-            "shorten the warm-up (lr_schedule.warmup: 0.01 is a hundredth of any run), or train longer",
+            "shorten it (lr_schedule.warmup: 0.01 with warmup_tokens: 0 is a hundredth of any run), or train longer",
         )
     elif schedule.shape == "wsd" and warmup + decay > total:
+        room = total - warmup
+        most = (
+            f"at most {math.floor(room / total * 10_000) / 10_000}"
+            if schedule.decay
+            else f"decay_tokens of at most {room}"
+        )
         yield About("decay_after_warmup", decay_key, decays.get(decay_key)).error(
             f"with a warm-up of {warmup} a decay of {decay} tokens is more than training.total_tokens {total}",
-            f"use at most {total - warmup} tokens, or shorten the warm-up",
+            f"use {most}, or shorten the warm-up",
         )
     elif warmup > total // 2:
         yield About("warmup_of_most", key, given).warning(
