@@ -30,6 +30,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     warnings.filterwarnings("ignore", message="barrier\\(\\): using the device under current context")
     # The warning comes from an autograd thread whose first operation is a matmul. The thread gets its context then.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+    # Collectives are called here, and by DeepSpeed, by the names that torch 2.13 has renamed and earlier versions need.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     device = torch.device("cpu")
     if on_gpu:
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()

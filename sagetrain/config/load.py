@@ -169,7 +169,7 @@ class _Source:
         if kind == "default_factory_not_called" or (value is None and path in self.unusable):
             return  # This follows from a problem that is reported itself.
         if kind == "extra_forbidden" and section is not None:
-            self.report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
+            self.report(path, f"unknown key{_hint_for_unknown(path, section, value)}", value)
         elif kind == "missing" and section is not None:
             self.report(path, f"missing; it takes {describe(slot)}{_meaning(section, path)}")
         elif kind == "string_pattern_mismatch" and section is not None:
@@ -318,10 +318,10 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any], key: str = "") 
     return f"must be {slot_text}{hint}"
 
 
-def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
-    """Return a hint about where an unknown key was probably meant to go. The same section is searched first, then all
-    others. The cutoffs keep names apart that share only a word: max_steps and drop_steps are 0.7 alike, misspelt names
-    more than 0.8."""
+def _hint_for_unknown(path: KeyPath, section: type[Section], value: Any) -> str:
+    """Return a hint about where an unknown key was probably meant to go, or where each key inside of another library's
+    section was. The same section is searched first, then all others. The cutoffs keep names apart that share only a
+    word: max_steps and drop_steps are 0.7 alike, misspelt names more than 0.8."""
     name, section_name = str(path[-1]), _dotted(path[:-1])
     if "." in name:
         return "; dots are for overrides: in the file, each section is a line of its own"
@@ -332,6 +332,9 @@ def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
             f" for schedule: {tag_of(section)}; it belongs to {' and '.join(owners)}"
             f"{_FIX}leave it out, or set {section_name}.schedule: {owners[0]}"
         )
+    inside = [f"{key}: {meant}" for key in flat(value) if (meant := key_meant(key.rpartition(".")[2], name))]
+    if isinstance(value, dict) and inside:
+        return f"; {'; '.join(inside)}"
     if meant := key_meant(name, _dotted(path[:-1])):
         return f"; {meant}"
     near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)

@@ -70,13 +70,14 @@ _KEYS: dict[str, str] = {
         "model.ffn_hidden_size": "intermediate_size ffn_dim mlp_dim multiple_of ffn_dim_multiplier d_ff",
         "model.num_attention_heads": "n_head n_heads num_heads",
         "model.num_key_value_heads (key heads, or their groups)": "n_kv_heads n_kv_head num_kv_heads num_query_groups "
-        "n_query_groups",
+        "n_query_groups group_query_attention",
         "model.head_dim": "kv_channels head_size d_head",
         "model.norm_eps": "rms_norm_eps layer_norm_eps norm_epsilon layernorm_epsilon",
         "model.init_std": "initializer_range init_method_std",
         "model.rope_theta": "rotary_base rope_base rope_freq_base",
         "model.rope_theta, and model.rope_scaling for another range than the default": "rope_parameters rope_type",
-        "model.tie_embeddings": "tie_word_embeddings weight_tying share_embeddings_and_output_weights",
+        "model.tie_embeddings": "tie_word_embeddings weight_tying share_embeddings_and_output_weights "
+        "untie_embeddings_and_output_weights",
         "data.seq_length": "seq_len sequence_length max_seq_len max_seq_length max_position_embeddings block_size "
         "context_length sequence_len cutoff_len",
         "model.qkv_bias (of q, k and v; conventions gpt_oss has more)": "attention_bias mlp_bias bias add_qkv_bias",
@@ -120,8 +121,9 @@ _KEYS: dict[str, str] = {
         "master_weight_dtype "
         "use_kahan_summation bf16_stochastic_round",
         "none: the updates are written for our layouts already": "fused foreach implementation",
-        "lr_schedule": "lr_scheduler lr_decay_style optimizer.schedule scheduler lr_scheduler_type",
-        "lr_schedule.shape": "lr_schedule.type lr_schedule.name lr_schedule.schedule decay_type",
+        "lr_schedule": "lr_scheduler optimizer.schedule scheduler",
+        "lr_schedule.shape": "lr_schedule.type lr_schedule.name lr_schedule.schedule decay_type lr_decay_style "
+        "lr_scheduler_type",
         "lr_schedule.warmup, a share of the run": "warmup warmup_ratio lr_warmup_fraction",
         "lr_schedule.warmup_tokens, in tokens": "warmup_steps warmup_iters lr_warmup_iters lr_warmup_samples",
         "lr_schedule.decay, a share of the run, with shape wsd": "decay_ratio",
@@ -150,6 +152,7 @@ _KEYS: dict[str, str] = {
         _SAVE: "checkpoint.interval save_interval save_steps checkpoint.every_steps save_every",
         "checkpoint.keep_last": "save_total_limit keep_latest_k max_checkpoints",
         "none: checkpoints are always written beside training": "async async_save async_mode",
+        "logging": "metrics",
         "logging.every_steps": "log_interval logging_steps log_freq log_every",
         "logging.wandb": "report_to enable_wandb wandb_project",
         "logging.tensorboard": "enable_tensorboard tensorboard_dir",
@@ -158,12 +161,14 @@ _KEYS: dict[str, str] = {
         "data.train, a list of token files of `sagetrain prepare`": "dataset dataset_path data_path data.path "
         "dataset_name train_data datasets train_file train_files train_dataset",
         "data.valid, from `sagetrain prepare --valid-fraction`": "val_set_size val_size valid_data validation_data "
-        "eval_dataset test_datasets validation_split",
-        "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_name hf_assets_path",
+        "eval_dataset test_datasets validation_split split",
+        "data.tokenizer": "tokenizer_type tokenizer_path tokenizer_model tokenizer_name hf_assets_path",
         "none: samples are always in a random order of training.seed": "shuffle",
         _PACKED: "packing pack sample_packing reset_attention_mask",
         "data.document_positions": "reset_position_ids",
         "profile": "profiling profiler",
+        "none: what can travel beside computation does": "overlap_comm overlap_grad_reduce overlap_param_gather",
+        "none: `sagetrain config NAME` prints a whole configuration of a size": "flavor model.name model.size preset",
     }.items()
     for other in others.split()
 }

@@ -146,8 +146,7 @@ def _precision(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
                 f"and wait {1e3 * waits:.1f} ms longer for the host to launch its kernels"
             )
             fix = "make micro-steps longer: data.micro_batch_size, data.seq_length, and the tokens_per_step they need"
-    where = "as configured" if shown is plan.chosen else f"in {plan.name}"
-    says = f"is priced as {what}, the faster of bf16 and {AUTO_PRECISION} {where}{why}; the run times it"
+    says = f"is priced as {what}, the faster of bf16 and {AUTO_PRECISION} {plan.where}{why}; the run times it"
     yield About("linear_precision_auto", "linear.precision", "auto").info(says, fix)
 
 
@@ -187,7 +186,7 @@ def _gain(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     wide_speed = plan.target.predict(wide).tokens_per_second
     if (speed := shown.prediction.tokens_per_second) <= 1.01 * wide_speed:
         yield About("linear_precision_gain", "linear.precision", linear.precision).warning(
-            f"is not predicted to be faster: {speed:,.0f} tokens/s {plan.name}, with bf16 {wide_speed:,.0f}",
+            f"is not predicted to be faster: {speed:,.0f} tokens/s {plan.where}, with bf16 {wide_speed:,.0f}",
             "use linear.precision bf16, or larger micro-batches where the host is the limit",
         )
 
@@ -218,11 +217,11 @@ def _attention(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     best = plan.target.predict(auto)
     if best.tokens_per_second >= _FASTER * ours.tokens_per_second:
         backend, _, recipe = best.attention_backend.partition(" ")
+        faster = f"backend {backend}" + (f" with recipe {recipe or 'fine'}" if backend == "sage" else "")
         yield About("faster_attention", "attention.backend", cfg.attention.backend).info(
-            f"{best.attention_backend} is predicted to be faster here: {best.tokens_per_second:,.0f} tokens/s, with "
-            f"{ours.attention_backend} {ours.tokens_per_second:,.0f} {plan.name}",
-            f"use attention.backend auto with recipe auto, which times them, or backend {backend}"
-            + (f" with recipe {recipe}" if recipe else ""),
+            f"{faster} is predicted to be faster: {best.tokens_per_second:,.0f} tokens/s, "
+            f"{ours.tokens_per_second:,.0f} {plan.where}",
+            f"use attention.backend auto with recipe auto, which times them, or {faster}",
         )
 
 
@@ -233,7 +232,7 @@ def _engine(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     if other and (theirs := other.prediction.tokens_per_second) >= _FASTER * ours:
         engine = other.cfg.parallel.engine
         yield About("faster_engine", "parallel.engine", shown.cfg.parallel.engine).info(
-            f"{engine} is predicted to be faster here: {theirs:,.0f} tokens/s, {ours:,.0f} {plan.name}",
+            f"{engine} is predicted to be faster here: {theirs:,.0f} tokens/s, {ours:,.0f} {plan.where}",
             f"set parallel.engine: {engine}",
         )
 

@@ -84,6 +84,11 @@ class Plan:
         return "as configured" if self.shown is self.chosen else "layout 1"
 
     @property
+    def where(self) -> str:
+        """The name of the shown layout at the end of a sentence."""
+        return self.name if self.shown is self.chosen else f"in {self.name}"
+
+    @property
     def host_memory(self) -> list[MemoryItem]:
         """Memory of its host that one rank takes with parallel.offload and training.activation_offload, and for copies
         of the state. Empty without them."""

@@ -59,6 +59,18 @@ def test_proportional_shares_are_passed_over_equally_often(tmp_path, parts):
     assert [finding.message.split("passes over ")[1] for finding in found] == ["1.7 times", "1.7 times"]
 
 
+def test_four_passes_that_are_few_steps_need_smaller_ones(parts):
+    def fix(tokens: int) -> str:
+        cfg = run_config(data={"train": [{"path": parts}]}, training={"total_tokens": 10**6},
+                         tokens_per_step={"schedule": "constant", "tokens": tokens})  # fmt: skip
+        (finding,) = repeats(cfg)
+        return finding.fix
+
+    few = ". That is below 100 steps of 32 tokens: take fewer tokens_per_step, too"
+    assert "training.total_tokens=2_400, for four passes" in fix(32) and fix(32).endswith(few)
+    assert fix(24).endswith("nearly as good as new text")
+
+
 def test_proportional_does_not_mix_with_numbers():
     mixed = config({"path": "a", "weight": "proportional"}, {"path": "b", "weight": 2.0})
     (finding,) = [finding for finding in findings(mixed, required=False) if finding.rule == "mixed_weights"]

@@ -28,12 +28,14 @@ def printed(world_size: int, *overrides: str) -> str:
 
 
 def test_a_faster_backend_than_the_named_one_is_a_finding():
-    def found(*overrides: str) -> list:
-        made = make_plan(CONFIGS / "1b.yaml", overrides, 1, HARDWARE["h100"])
+    def found(*overrides: str, gpu: str = "h100") -> list:
+        made = make_plan(CONFIGS / "1b.yaml", overrides, 1, HARDWARE[gpu])
         return [finding for finding in made.findings if finding.rule == "faster_attention"]
 
     (finding,) = found("attention.backend=sage", "attention.recipe=fine")
     assert finding.level == "info" and finding.fix.endswith("or backend sage with recipe scores")
+    (elsewhere,) = found("attention.backend=sage", "attention.recipe=scores", "optimizer.moments=int8", gpu="rtx4090")
+    assert elsewhere.fix.endswith("or backend sage with recipe fine") and elsewhere.message.endswith(" in layout 1")
     assert not found("attention.backend=sage", "attention.recipe=scores") and not found("attention.backend=flash")
     assert not found()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from sagetrain.config.errors import ConfigError, Finding, Level, is_there, many
 from sagetrain.config.rules import prepared
 from sagetrain.config.rules.findings import About, no_effect, samples_off
+from sagetrain.config.run_parts import run_of
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig, is_url
 from sagetrain.config.sections.base import PACKAGES
 
@@ -27,6 +28,8 @@ _CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 """The environment variables that name folders in which torch.compile and Triton keep what they have compiled."""
 _TOKENIZERS = (TOKENIZER_JSON, TOKENIZER_NAME)
 _PREPARE = "write it with `sagetrain prepare`; the path goes without .bin and .idx"
+_FEW_STEPS = 100
+"""Runs of fewer optimizer steps hardly learn: the shortest that a rate was tuned for have 100 (docs/recipes.md)."""
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 """The name that the order of samples has in a run's identity."""
 
@@ -347,6 +350,7 @@ def repeats(cfg: RunConfig) -> Iterator[Finding]:
         size if source.weight == "proportional" else source.weight
         for source, size in zip(cfg.data.train, sizes, strict=True)
     ]
+    step = next(iter(run_of(cfg).tokens_per_step.named_tokens.values()))
     for i, (source, held) in enumerate(zip(cfg.data.train, sizes, strict=True)):
         read = cfg.training.total_tokens * weights[i] / (sum(weights) or 1)
         if held and read > 1.05 * held:  # A smaller ratio would be printed as 1.0 times.
@@ -355,6 +359,8 @@ def repeats(cfg: RunConfig) -> Iterator[Finding]:
             if not few:
                 tokens = int(cfg.training.total_tokens * 4 * held / read)
                 fix = f"prepare more text, or set training.total_tokens={tokens:_}, for four passes: {fix}"
+                if tokens < _FEW_STEPS * step:
+                    fix += f". That is below {_FEW_STEPS} steps of {step:,} tokens: take fewer tokens_per_step, too"
             yield About("data_repeats", f"data.train.{i}.path", source.path).found(
                 "info" if few else "warning",
                 f"holds {held:,} tokens, which training.total_tokens passes over {read / held:.1f} times",

@@ -21,7 +21,6 @@ import io
 import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -63,9 +62,6 @@ def join_deepspeed() -> Any:
     import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed. A user cannot do anything about this
-    # warning.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # This saves the compilation of probes, and a C++ build that only inference on a CPU would use.
     if used == "cpu":
         deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
