@@ -9,11 +9,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
-from prepare_inputs import documents, prepare, quiet
+from prepare_inputs import byte_pipeline, documents, prepare, quiet
 from sagetrain.config import ConfigError
 from sagetrain.corpus.notes import Notes
 from sagetrain.corpus.records import Chats
@@ -41,12 +40,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of bytes and control tokens, and with TEMPLATE."""
     folder = tmp_path_factory.mktemp("bytes")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pipeline = Pipeline(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    pipeline.pre_tokenizer, pipeline.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     control = ["<|end|>", "<|user|>", "<|assistant|>", "<|sys|>", "<|tool|>", "<|eot|>", "<|doc|>"]
-    pipeline.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in control])
-    pipeline.save(str(folder / "tokenizer.json"))
+    byte_pipeline(*control).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
     return folder
 

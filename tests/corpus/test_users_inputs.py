@@ -13,11 +13,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
-from prepare_inputs import prepare, published_tokenizer, quiet, write_jsonl
+from prepare_inputs import byte_pipeline, prepare, published_tokenizer, quiet, write_jsonl
 from sagetrain.config import ConfigError, load_config
 from sagetrain.corpus.notes import APART, FORGED, NOTHING, UNKNOWN, WRITTEN
 from sagetrain.corpus.records import Chats, Pairs
@@ -38,12 +38,9 @@ TURNS = (
 
 def write_tokenizer(folder: Path, cuts: bool = True, **config: object) -> Path:
     """Write a tokenizer of bytes, of words behind a space and of two newlines. `cuts`: it cuts as GPT-2's does."""
-    vocab = {each: number for number, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("\u0120", "P"), ("\u0120P", "a"), ("\u010a", "\u010a"), (".", "m")]
-    pipeline = Pipeline(models.BPE(vocab | {"".join(pair): 256 + n for n, pair in enumerate(merges)}, merges))
+    pipeline = byte_pipeline(*CONTROL, merges=merges)
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cuts)
-    pipeline.decoder = decoders.ByteLevel()
-    pipeline.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in CONTROL])
     folder.mkdir(parents=True, exist_ok=True)
     pipeline.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"} | config))

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
+from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from prepare_inputs import published_tokenizer, quiet
+from prepare_inputs import byte_pipeline, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.tokenizer_files import tokenizer_files
@@ -22,11 +22,7 @@ TEXT = "<|im_start|>user\nHi  <|im_end|>  there, <think> it's <tool>\n <|end|><|
 @pytest.fixture(scope="module")
 def plain() -> str:
     """A tokenizer.json of 256 bytes and an end-of-text token."""
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    pipeline = Pipeline(models.BPE(vocabulary, []))
-    pipeline.pre_tokenizer, pipeline.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    pipeline.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
-    return pipeline.to_str()
+    return byte_pipeline("<|end|>").to_str()
 
 
 def write(folder: Path, plain: str, **files: dict) -> Path:

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import tiny
-from prepare_inputs import prepare, published_tokenizer
+from prepare_inputs import byte_pipeline, prepare, published_tokenizer
 from runs import finish, log_of, sagetrain, write_config
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState
 from sagetrain.config.errors import CheckpointError
@@ -40,13 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, vocab_size=260, max_position_embeddings=256, bos_token_id=None, eos_token_id=END)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    pipeline = Pipeline(models.BPE(vocabulary, []))
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pipeline.decoder = decoders.ByteLevel()
-    control = ["<|end|>", "<|turn|>", "<|eot|>"]
-    pipeline.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
-    pipeline.save(str(folder / "tokenizer.json"))
+    byte_pipeline("<|end|>", "<|turn|>", "<|eot|>").save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": PUBLISHED, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

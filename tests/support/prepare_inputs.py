@@ -4,13 +4,13 @@ import io
 import json
 import random
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import sentencepiece
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Pipeline
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from sagetrain.corpus import prepare as preparing
 from sagetrain.corpus.prepare import Prepared
@@ -70,6 +70,15 @@ def published_pipeline() -> Pipeline:
     special = ["<|begin|>", "<|end|>"]
     how = {"vocab_size": 600, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
     pipeline.train_from_iterator([SAMPLE], trainers.BpeTrainer(**how))
+    return pipeline
+
+
+def byte_pipeline(*control: str, merges: Sequence[tuple[str, str]] = ()) -> Pipeline:
+    """Return a tokenizer of bytes, of what merges join, and of control tokens behind these."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    pipeline = Pipeline(models.BPE({token: number for number, token in enumerate(tokens)}, [*merges]))
+    pipeline.pre_tokenizer, pipeline.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pipeline.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in control])
     return pipeline
 
 
