@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -30,6 +31,14 @@ def as_rank(monkeypatch, rank: int, world_size: int, port: int, address: str = "
         monkeypatch.setenv(key, str(value))
     for key in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(key, raising=False)
+
+
+@pytest.fixture
+def own_clock(monkeypatch) -> None:
+    """Let time pass in the pauses of the rendezvous alone, however long a look for an address takes on this host."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(rendezvous, "time", clock)
 
 
 def test_ranges() -> None:
@@ -103,7 +112,7 @@ def test_a_port_in_use_is_the_cause_at_once(monkeypatch, capfd, world_size) -> N
     assert capfd.readouterr() == ("", "")  # torch's own store prints nothing either.
 
 
-def test_an_unknown_address_is_said_at_once_and_soon_given_up(monkeypatch, capfd) -> None:
+def test_an_unknown_address_is_said_at_once_and_soon_given_up(monkeypatch, capfd, own_clock) -> None:
     monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 1)
     for rank, fixes in ((0, "an address"), (1, "--master_addr")):
         as_rank(monkeypatch, rank, 2, free_port(), "no-such-host.invalid")
@@ -116,7 +125,7 @@ def test_an_unknown_address_is_said_at_once_and_soon_given_up(monkeypatch, capfd
         assert line.endswith("; trying for 1 s")
 
 
-def test_an_agent_that_is_gone_is_said_at_once(monkeypatch, capfd) -> None:
+def test_an_agent_that_is_gone_is_said_at_once(monkeypatch, capfd, own_clock) -> None:
     """The shell of a former torchrun tells a process that an agent listens."""
     monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 0.2)
     as_rank(monkeypatch, 0, 1, free_port())
@@ -143,6 +152,7 @@ def wait_for_the_others(rank: int, port: int, log: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.stderr = log.open("a")
     os.dup2(sys.stderr.fileno(), 2)
+    rendezvous._QUIET_SECONDS = PATIENCE  # The test may take longer to start all ranks than they wait in silence.
     with rendezvous.ended_by_signals():
         (log.parent / f"{rank}.ready").touch()
         rendezvous.meet(2 * PATIENCE / 60)

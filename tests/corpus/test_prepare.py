@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 import sagetrain
+from distributed import run_distributed
 from prepare_inputs import TEXTS, documents, make_texts, prepare, published_tokenizer, quiet, write_jsonl
+from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
 from sagetrain.corpus import encode, files, token_writer
 from sagetrain.corpus.chunk import Chunk, Place
@@ -258,22 +259,21 @@ def test_tokenizer_sample_takes_from_every_file(tmp_path):
     assert list(corpus.sample(4 * CHUNK_BYTES)) == sample
 
 
+def memory_of(root: str, model: str) -> list[int]:
+    """Return the peak memory of preparing the small and the large file of a folder, after another file."""
+    return_what_is_freed()
+    return [
+        peak_of(lambda: quiet([f"{root}/{size}.jsonl"], f"{root}/{size}", tokenizer=model))  # noqa: B023
+        for size in ("warm", "small", "large")
+    ][1:]
+
+
 def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
-    script = """
-        import resource, sys
-        from sagetrain.corpus.prepare import prepare
-        from sagetrain.corpus.request import Request
-        for size in ("warm", "small", "large"):
-            path = f"{sys.argv[1]}/{size}"
-            prepare(Request([f"{path}.jsonl"], output=path, tokenizer=sys.argv[2]), hears=str)
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    """
     lines = write_jsonl(tmp_path / "x.jsonl", make_texts(4000)).read_text()
     for name, times in (("warm", 1), ("small", 2), ("large", 20)):
         (tmp_path / f"{name}.jsonl").write_text(lines * times)
-    run = [sys.executable, "-c", textwrap.dedent(script), tmp_path, model]
-    _, small, large = map(int, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
-    assert large - small < 10_000  # The unit is KiB. The corpora differ by 16 MB.
+    ((small, large),) = run_distributed(memory_of, 1, str(tmp_path), str(model))
+    assert large - small < 10_000 << 10  # The corpora differ by 16 MB.
     assert (tmp_path / "large.bin").stat().st_size == 10 * (tmp_path / "small.bin").stat().st_size
 
 

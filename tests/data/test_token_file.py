@@ -5,9 +5,6 @@ import os
 import re
 import resource
 import struct
-import subprocess
-import sys
-import textwrap
 from itertools import chain
 from pathlib import Path
 
@@ -16,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributed import run_distributed
+from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
 from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data.token_file import TokenFile, read_provenance, token_dtype
@@ -174,29 +173,26 @@ def test_unwritable_folder(tmp_path):
         TokenFileWriter(tmp_path / "file" / "x").begin(100)
 
 
+def memory_of_writing(path: str) -> list[int]:
+    """Return the peak memory of writing one million documents and opening their file, and that of three million."""
+
+    def write(times: int) -> None:
+        writer = TokenFileWriter(path).begin(100)
+        for _ in range(times):
+            writer.add(np.ones(150_000, np.uint16), np.full(50_000, 3))
+        writer.finish()
+        writer.publish({})
+        assert TokenFile(path).num_documents == 50_000 * times
+
+    return_what_is_freed()
+    write(1)
+    return [peak_of(lambda: write(times)) for times in (20, 60)]  # noqa: B023
+
+
 def test_writer_and_reader_need_constant_memory(tmp_path):
-    """There are three million documents. Python objects or int64 arrays would take over 48 MB for their index alone."""
-    script = """
-        import resource, sys
-        import numpy as np
-        from sagetrain.corpus.token_writer import TokenFileWriter
-        from sagetrain.data.token_file import TokenFile
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        def write(count):
-            writer = TokenFileWriter(sys.argv[1]).begin(100)
-            for _ in range(count):
-                writer.add(np.ones(150_000, np.uint16), np.full(50_000, 3))
-            writer.finish()
-            writer.publish({})
-        write(21)
-        before = peak()
-        write(60)
-        assert TokenFile(sys.argv[1]).num_documents == 3_000_000
-        print(peak() - before)
-    """
-    run = [sys.executable, "-c", textwrap.dedent(script), tmp_path / "x"]
-    growth = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-    assert growth < 16_000  # The unit is KiB.
+    """Python objects or an int64 array would take over 16 MB for the index of the other two million."""
+    ((small, large),) = run_distributed(memory_of_writing, 1, str(tmp_path / "x"))
+    assert large - small < 4 << 20
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

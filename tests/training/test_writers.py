@@ -69,7 +69,7 @@ def test_rows_and_events_hold_the_same_with_the_time(tmp_path: Path) -> None:
     version, start, first, second = events(tmp_path)
     assert version.file_version == "brain.Event:2" and start.session_log.status == start.session_log.START
     assert [value.tag for value in second.summary.value] == ["train/loss", "valid/loss"]
-    assert first.step == 1 and first.wall_time == pytest.approx(rows_of(tmp_path)[0]["wall_time"], abs=1)
+    assert first.step == 1 and begin <= round(first.wall_time, 3) <= now
     (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "to')  # A kill leaves such a line.
     own, board = opened(tmp_path, 1)
     own.close()
@@ -119,8 +119,7 @@ def test_a_terminal_gets_a_bar_with_whole_lines_and_numbers(
     with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", terminal)
         writer = MetricsWriter(tmp_path, 0, 0, total)
-        writer._bar.start_t -= 3600 * 99  # The run has been going on for days.
-        time.sleep(0.2)  # The pause is longer than the bar's.
+        writer._bar._time = lambda: writer._bar.start_t + 3600 * 99  # The run has been going on for days.
         writer.progress(1, tokens, 12.3456, 1e-3, rate)
         writer.say("saved step-00000001")
         writer.close()
