@@ -23,7 +23,7 @@ def named(
         return options[0], words
     from sagetrain.config.load import is_assignment
 
-    if not words or is_assignment(words[0]):
+    if not words or not words[0] or is_assignment(words[0]):
         raise ConfigError(f"name a configuration: sagetrain {command} my.yaml; `sagetrain config` lists shipped ones")
     return Path(words[0]), words[1:]
 

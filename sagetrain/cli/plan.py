@@ -19,7 +19,8 @@ def plan(
     overrides: Overrides = None,
     config_option: ConfigOption = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks (GPUs) the run will have. Default: parallel.world_size, or 1.")
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Ranks (GPUs) the run will have. Default: parallel.world_size, or 1."),
     ] = None,
     gpu: Annotated[
         str | None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise, permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,32 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sagetrain.config import former_keys, yaml_nodes
-from sagetrain.config.errors import ConfigError, Finding, Level, Readable, beyond_ascii, is_utf8, refuse_pointer, shown
+from sagetrain.config.errors import (
+    ConfigError,
+    Finding,
+    Level,
+    Readable,
+    beyond_ascii,
+    is_utf8,
+    refuse_pointer,
+    shown,
+    url_meant,
+)
 from sagetrain.config.other_names import key_meant, value_meant
 from sagetrain.config.reference import default_of, describe, keys, locate, outline, slot_of, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
-from sagetrain.config.yaml_nodes import KeyPath
+from sagetrain.config.yaml_nodes import LARGEST_WHOLE, KeyPath
 
 _ABSENT, _FIX = object(), "\n      fix: "
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 """Boolean words of older YAML, and the words to write instead."""
-_EITHER_OR = {"lr_schedule": (("warmup", "warmup_tokens"), ("decay", "decay_tokens"))}
-"""Pairs of keys of a section that say the same in different units. An override of one takes the place of the other,
-unless its value is the default, which says nothing."""
+_OTHER_UNIT: dict[KeyPath, KeyPath] = {
+    ("lr_schedule", one): ("lr_schedule", other)
+    for pair in (("warmup", "warmup_tokens"), ("decay", "decay_tokens"))
+    for one, other in permutations(pair)
+}
+"""The key that says the same in another unit. An override of one takes the place of the other, unless its value is the
+default, which says nothing."""
 
 
 def load_config(
@@ -65,6 +79,8 @@ def config_path(name: str | Path) -> Path:
     """Return the path of an existing file, or else of the shipped configuration with this name: configs/<name>.yaml.
     Raises ConfigError if the name is neither; the message lists the names there are."""
     path = Path(name)
+    if said := url_meant(path):
+        raise ConfigError(said)
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path
     there = {file: path for file, path in shipped().items() if path.suffix == ".yaml"}
@@ -181,12 +197,18 @@ class _Source:
                 self.report((*path, "schedule"), _must_be(takes, value["schedule"], tags), value["schedule"])
             else:
                 self.report((*path, "schedule"), f"missing; it takes {takes}")
+        elif value is None and (default := default_of(path)) is not None:
+            fix = "leave it out for its defaults" if slot.sections else f"its default is {shown(default)}"
+            self.report(path, f"must be {describe(slot)}; {fix}", value)
         elif kind == "value_error":
             self.report(path, str(detail["ctx"]["error"]), value)
         else:
             if kind == "missing":  # An item is missing in a list of fixed length.
                 path, _, slot = locate(detail["loc"][:-1])
-            self.report(path, _must_be(describe(slot), value, slot.choices, _dotted(path)), value)
+            rule = _must_be(describe(slot), value, slot.choices, _dotted(path))
+            if isinstance(value, int | float) and (other := _OTHER_UNIT.get(path)):
+                rule += f"; {_dotted(other)} takes {describe(locate(other)[2])}"
+            self.report(path, rule, value)
 
     def raise_problems(self) -> None:
         """Raise ConfigError with all problems found so far, if there are any."""
@@ -240,26 +262,29 @@ class _Source:
             members, given = slot_of(field).sections, self.tree.get(name)
             if not isinstance(given, dict):
                 continue
-            for one, other in chain.from_iterable(permutations(pair) for pair in _EITHER_OR.get(name, ())):
-                if (name, one) not in self.origins:
-                    continue
-                if given[one] != default_of((name, one)):
-                    self._leave_out(name, one, {other})
-                elif given.get(other) and (name, other) in self.lines:
-                    why = f"leaves {other} {given[other]} of {self.given((name, other))} as it is"
-                    fix = f"{name}.{other}={shown(default_of((name, other)))} takes that away"
-                    self._note("stays", "warning", (name, one), given[one], why, fix)
             chosen = [member for member in members[1:] and members if tag_of(member) == given.get("schedule")]
             if chosen and (name, "schedule") in self.origins:
                 others = {key for member in members for key in member.model_fields} - chosen[0].model_fields.keys()
-                self._leave_out(name, "schedule", others)
+                self._leave_out((name, "schedule"), others)
+        for path, (section, other) in _OTHER_UNIT.items():
+            given = self.tree.get(section) if path in self.origins else None
+            if not isinstance(given, dict):
+                continue
+            value = given[path[1]]
+            if value != default_of(path):
+                self._leave_out(path, {other})
+            elif given.get(other) and (section, other) in self.lines:
+                why = f"leaves {other} {given[other]} of {self.given((section, other))} as it is"
+                fix = f"{section}.{other}={shown(default_of((section, other)))} takes that away"
+                self._note("stays", "warning", path, value, why, fix)
 
-    def _leave_out(self, section: str, by: str, excluded: set[str]) -> None:
+    def _leave_out(self, by: KeyPath, excluded: Collection[str | int]) -> None:
         """Leave out those of the excluded keys that the file gave, because of the override of the key `by`."""
+        section, key = by
         given = self.tree[section]
-        gone = {key: given.pop(key) for key in [*given] if key in excluded and (section, key) in self.lines}
-        if said := ", ".join(f"{key} {value}" for key, value in gone.items() if value):
-            self._note("falls_away", "info", (section, by), given[by], f"in the place of {said} of {self.file}")
+        gone = {each: given.pop(each) for each in [*given] if each in excluded and (section, each) in self.lines}
+        if said := ", ".join(f"{each} {value}" for each, value in gone.items() if value):
+            self._note("falls_away", "info", by, given[key], f"in the place of {said} of {self.file}")
 
     def _child(self, target: Any, part: str, path: KeyPath, text: str) -> str | int | None:
         """Return the key of `part` inside `target`, and create it where needed. Return None, and report a problem,
@@ -303,6 +328,9 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any], key: str = "") 
     hint = ""
     if meant := value_meant(value, choices, key):
         hint = f"; did you mean {meant}?"
+    elif isinstance(value, str) and slot_text.startswith("a list"):
+        item = f"{{path: {value}}}" if "{path" in slot_text else value.strip("()")
+        hint = f"; a list is written [{item}]"
     elif isinstance(value, str) and "text" not in slot_text and (others := beyond_ascii(value)):
         hint = f"; it has {others}: type it anew"
     elif isinstance(value, str):
@@ -314,7 +342,7 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any], key: str = "") 
         elif slot_text == "true or false" and value.lower() in _SWITCHES:
             hint = f"; did you mean {_SWITCHES[value.lower()]}?"
     elif isinstance(value, float) and value.is_integer() and "whole number" in slot_text:
-        hint = f"; written without a point: {value:.0f}"
+        hint = f"; written without a point: {value:.0f}" if abs(value) <= LARGEST_WHOLE else "; the largest is 1e18"
     return f"must be {slot_text}{hint}"
 
 
@@ -325,6 +353,10 @@ def _hint_for_unknown(path: KeyPath, section: type[Section], value: Any) -> str:
     name, section_name = str(path[-1]), _dotted(path[:-1])
     if "." in name:
         return "; dots are for overrides: in the file, each section is a line of its own"
+    if ":" in name:
+        return "; a key ends with a colon and a space"
+    if others := beyond_ascii(name):
+        return f"; it has {others}: type it anew"
     known = {key.name: key for key in keys()}
     if _dotted(path) in known:  # The key is known, but belongs to other members of the union.
         owners = [key.doc.partition(")")[0][1:] for key in keys() if key.name == _dotted(path)]
@@ -337,6 +369,7 @@ def _hint_for_unknown(path: KeyPath, section: type[Section], value: Any) -> str:
         return f"; {'; '.join(inside)}"
     if meant := key_meant(name, _dotted(path[:-1])):
         return f"; {meant}"
+    name = name.lower()
     near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)
     near = near or [field for field in section.model_fields if field.endswith(f"_{name}")]
     if 1 <= len(near) <= 2:

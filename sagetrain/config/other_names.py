@@ -189,14 +189,17 @@ _VALUES: dict[str, str] = {
         "optimizer": "cpu",
         "adamw": "adam",
         "adamw, with optimizer.moments int8": "adamw_8bit adamw8bit adam8bit adamw_bnb_8bit paged_adamw_8bit",
-        "wsd": "warmup_stable_decay",
+        "wsd": "warmup_stable_decay trapezoidal",
+        "cosine": "cosine_with_min_lr cosine_annealing",
+        "constant": "none fixed flat",
+        "linear": "linear_with_warmup polynomial",
     }.items()
     for other in others.split()
 }
 # The key that takes values for which people look at another key.
 _VALUES_ELSEWHERE = {"training.dtype": ("linear.precision", ("fp8", "int8"))}
 _SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
-_SWITCHED = {True: ("on", "full", "before_rope"), False: ("off", "none")}
+_SWITCHED = {True: ("on", "full", "before_rope", "auto"), False: ("off", "none", "never")}
 
 
 def key_meant(name: str, section: str) -> str | None:

@@ -26,12 +26,18 @@ from sagetrain.config.errors import beyond_ascii, shown
 KeyPath = tuple[str | int, ...]
 """The place of a value: keys, and indices of lists."""
 
-_LARGEST_WHOLE, _LARGEST = 10**18, 3e38  # The latter is about the largest float32.
+LARGEST_WHOLE, _LARGEST = 10**18, 3e38  # The latter is about the largest float32.
 _WAYS_OUT = {
     r"'\t'": "write spaces in place of tabs",
     "mapping values are not": "a key ends with a colon and a space; this line or the one above it lacks one, or is "
     "indented too far",
     "expected <block end>": "indent it like the keys above it of the same section",
+    "expected <block end>, but found '<scalar>'": "a quote inside of quotes is written twice",
+    "end of stream": "a quote or a bracket that opens here is not closed",
+    "expected '<document start>'": "a section is a line such as `model:`, with its keys below it, indented",
+    **dict.fromkeys(
+        ("character '%'", "character '@'", "character '`'", "alphabetic or numeric"), "put the text in quotes"
+    ),
     "another document": "a file is one run: no --- inside of it",
 }
 """Fixes for common syntax errors, by a part of PyYAML's message."""
@@ -89,7 +95,7 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_float(self, data: float) -> yaml.ScalarNode:
         """Write 1e16 as 10000000000000000.0. Written as 1.0e+16, it would be read as a whole number."""
-        if data.is_integer() and abs(data) < _LARGEST_WHOLE:
+        if data.is_integer() and abs(data) <= LARGEST_WHOLE:
             return self.represent_scalar("tag:yaml.org,2002:float", f"{data:.1f}")
         return super().represent_float(data)
 
@@ -125,9 +131,10 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
             node = yaml.compose(text, Loader=_Loader)
         value = None if node is None else _value(node, (), lines, problems)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        marks = [getattr(error, f"{name}_mark", None) for name in ("problem", "context")]
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         way_out = "".join(f"; {fix}" for said, fix in _WAYS_OUT.items() if said in reason)
+        mark = next(filter(None, reversed(marks) if "end of stream" in reason else marks), None)
         # For a character that YAML does not allow, the error has a position but no line.
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         near = "".join(text.split("\n")[max(0, line - 2) : line])
@@ -178,7 +185,7 @@ def _value(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: 
             rule = "cannot be read as a number; numbers are written 262144, 262_144, 2.1e6 or 3e-4"
             problems.append(YamlProblem(f"{shown(node.value)} {rule}", line, path))
             return None
-        largest = _LARGEST if isinstance(value, float) else _LARGEST_WHOLE
+        largest = _LARGEST if isinstance(value, float) else LARGEST_WHOLE
         if isinstance(value, int | float) and largest < abs(value) < math.inf:
             rule = "is larger than any number of a run: up to 1e18 if whole, else 3e38"
             problems.append(YamlProblem(f"{shown(node.value)} {rule}", line, path))
@@ -192,7 +199,7 @@ def _float(text: str) -> int | float:
     """Read a number. 2.1e6 is exactly the whole number 2100000; 1.0 stays a float."""
     if re.search("[eE]", text):
         number = Decimal(text)
-        if number == number.to_integral_value() and abs(number) < _LARGEST_WHOLE:
+        if number == number.to_integral_value() and abs(number) <= LARGEST_WHOLE:
             return int(number)
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 

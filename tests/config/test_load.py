@@ -75,8 +75,8 @@ def test_compile_switch_is_a_word_not_a_boolean(tmp_path, text, value):
 @pytest.mark.parametrize("text", ["2026-11-21", "010x", "1:30", "on", "yes", "0x1F", "a: b", "1e5x", "~x", "null0"])
 def test_words_that_older_yaml_turns_into_something_else(tmp_path, text):
     quoted = f'"{text}"' if ":" in text and " " in text else text
-    config = load_config(write(tmp_path, GOOD), [f"training.run_dir={quoted}"])
-    assert config.training.run_dir == text
+    config = load_config(write(tmp_path, GOOD), [f"evaluation.samples_prompts.0={quoted}"])
+    assert config.evaluation.samples_prompts == [text]
 
 
 @pytest.mark.parametrize("text", ["2024_", "1__0", "1_.5", "1._5", ".5_"])
@@ -138,7 +138,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
 
 @pytest.mark.parametrize(("old", "new", "expected"), [
     ("num_layers: 4", "num_layer: 4", "run.yaml:2: model.num_layer = 4: unknown key; did you mean model.num_layers?"),
-    ("num_layers: 4", "num_layer: 4", "run.yaml:1: model.num_layers: missing; it takes a whole number above 0: Trans"),
+    ("num_layers: 4", "num_layer: 4", "run.yaml:1: model.num_layers: missing; it takes a whole number above 0 and of at most 10000: Trans"),
     ("optimizer:\n  lr", "lr", "unknown key; did you mean optimizer.lr?"),
     ("num_layers: 4", "xyzzy: 4", "run.yaml:2: model.xyzzy = 4: unknown key; model takes {num_layers, hidden_size, "),
     ("  - path: b", "  - pth: b", "run.yaml:9: data.train.1.pth = \"b\": unknown key; did you mean data.train.1.path?"),
@@ -215,12 +215,27 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
     ("run_dir: runs/x", "run_dir: ''", 'training.run_dir = "": must be text that is not empty'),
     ("- path: b", "- path: ''", 'data.train.1.path = "": must be text that is not empty'),
     ("lr: 3e-4", "lr: 3e\u22124", "must be a number above 0; it has MINUS SIGN (U+2212): type it anew\n"),
-    ("num_layers: 4", "num_layers: 4\u00a0", "must be a whole number above 0; it has NO-BREAK SPACE (U+00A0): type it anew\n"),
+    ("num_layers: 4", "num_layers: 4\u00a0", "must be a whole number above 0 and of at most 10000; it has NO-BREAK SPACE (U+00A0): type it anew\n"),
     ("num_layers: 4", "num_layers:\u00a04  # \u00fc", "this line or the one above it has NO-BREAK SPACE (U+00A0): type it anew"),
     ("num_layers: 4", "num_layers: " + "[" * 3000, "run.yaml:1: not valid YAML: brackets or lists stand in one another too deep"),
     ("run_dir: runs/x", "run_dir: >\n    runs/x", 'training.run_dir = "runs/x\\n": holds \'\\n\': write the path in one line'),
     ("run_dir: runs/x", f"run_dir: runs/{'x' * 256}", "has a name of more than 255 bytes, which file systems do not take"),
     ("run_dir: runs/x", f"run_dir: {'runs/' * 801}", "has more than 4,000 bytes, which is no path: shorten it"),
+    ("run_dir: runs/x", "run_dir: 'runs/x '", "has a blank at an end, or a character that nobody sees: type the path anew"),
+    ("run_dir: runs/x", "run_dir: runs/\u200bx", "has a blank at an end, or a character that nobody sees: type the path anew"),
+    ("run_dir: runs/x", "run_dir: ~nobody-here/x", "begins with ~, and no user has this name: write the path in full"),
+    ("run_dir: runs/x", "run_dir: %RUN%", "found character '%' that cannot start any token; put the text in quotes"),
+    ("run_dir: runs/x", 'run_dir: "runs/x\n  seed: 1', "run.yaml:20: not valid YAML: found unexpected end of stream; a quote or a bracket that opens"),
+    ("- path: b", "- path: 'it's'", "run.yaml:9: not valid YAML: expected <block end>, but found '<scalar>'; indent it like the keys above it of the same section; a quote inside"),
+    ("optimizer:\n  lr: 3e-4", "optimizer: {lr:3e-4}", "optimizer.lr:3e-4 = null: unknown key; a key ends with a colon and a space"),
+    ("  lr: 3e-4", "  LR: 3e-4", "optimizer.LR = 0.0003: unknown key; did you mean optimizer.lr?"),
+    ("  lr: 3e-4", "\u00a0 lr: 3e-4", "unknown key; it has NO-BREAK SPACE (U+00A0): type it anew"),
+    ("data:\n", "guidance:\ndata:\n", "guidance = null: must be a section: {override}; leave it out for its defaults"),
+    ("lr: 3e-4", "lr: 3e-4\n  clip_grad: null", "must be a number of at least 0; its default is 1.0"),
+    ("num_layers: 4", "num_layers: 1e9", "num_layers = 1000000000: must be a whole number above 0 and of at most 10000"),
+    ("num_layers: 4", "num_layers: 4\n  rope_scaling: {type: yarn, factor: 0.5, original_seq_length: 9}", "factor = 0.5: must be a number of at least 1"),
+    ("run_dir: runs/x", "seed: 1e19", "must be a whole number of at least 0; the largest is 1e18"),
+    ("    - {path: a, weight: 3}\n    - path: b\n", "    a\n", "; a list is written [{path: a}]"),
     ("num_layers: 4", "num_layers: *nowhere", "run.yaml:2: model.num_layers: the alias *nowhere is not taken here"),
 ])  # fmt: skip
 def test_messages(tmp_path, old, new, expected):
@@ -296,6 +311,10 @@ def test_aliases_of_aliases_do_not_grow(tmp_path):
     ("data.micro_batchsize=8", "unknown key; did you mean data.micro_batch_size?\n"),
     ("lr_schedule.warmup_token=8", "unknown key; did you mean lr_schedule.warmup_tokens?\n"),
     ("model.delta_net={key_heads: 2, heads: 4}", "did you mean model.delta_net.key_heads or model.delta_net.value_heads?\n"),
+    ("optimizer.betas=(0.9, 0.95)", "must be a list of 2, each a number of at least 0 and below 1; a list is written [0.9, 0.95]\n"),
+    ("data.train.0.path=*", "but found '\\x00'; put the text in quotes"),
+    ("lr_schedule.warmup=1000", "of at least 0 and below 1; lr_schedule.warmup_tokens takes a whole number of at least 0\n"),
+    ("lr_schedule.decay_tokens=0.1", "a whole number above 0 or null; lr_schedule.decay takes a number of at least 0 and below 1 or null\n"),
     ("optimizer.lr=[1", "override optimizer.lr=[1: not valid YAML"),
     ("optimizer.lr=fast", 'override optimizer.lr=fast: optimizer.lr = "fast": must be a number above 0'),
     ("tokens_per_step={schedule: constant, tokns: 3}", "did you mean tokens_per_step.tokens?"),
@@ -340,6 +359,9 @@ def test_override_messages(tmp_path, override, expected):
     ("training.activation_checkpointing=-1", "must be one of none, selective, attention, full or a whole number of at least 0"),
     ("optimizer.name=adamw_8bit", "did you mean adamw, with optimizer.moments int8?\n"),
     ("parallel.pipeline_blocks=[4, 0]", "1 problem in the configuration run.yaml:\n  override parallel.pipeline_blocks=[4, 0]: parallel.pipeline_blocks.1 = 0: must be a whole number above 0\n"),
+    ("lr_schedule.shape=none", "did you mean constant?\n"),
+    ("lr_schedule.shape=cosine_with_min_lr", "did you mean cosine?\n"),
+    ("checkpoint.resume=true", "must be one of auto, never; did you mean auto?\n"),
     ("parallel.pipeline_blocks=4", "parallel.pipeline_blocks = 4: must be auto or a list whose items are each a whole"),
     ("stability.monitor.layers=[0, x]", '.layers.1 = "x": must be a whole number\n'),
 ])  # fmt: skip
@@ -457,6 +479,9 @@ def test_every_file_gives_a_configuration_or_a_list_of_problems(tmp_path_factory
         assert isinstance(config, RunConfig)
 
 
+plain = (names | awkward).filter(lambda text: text == text.strip() and text.isprintable() and text[:1] != "~")
+
+
 @st.composite
 def configs(draw) -> RunConfig:
     schedule = draw(
@@ -473,12 +498,10 @@ def configs(draw) -> RunConfig:
     )
     return RunConfig.model_validate(
         {
-            "model": {
-                name: draw(counts) for name in ("num_layers", "ffn_hidden_size", "num_attention_heads", "head_dim")
-            }
-            | {"hidden_size": draw(counts)},
+            "model": {name: draw(counts) for name in ("ffn_hidden_size", "head_dim", "hidden_size")}
+            | {name: draw(st.integers(1, 10_000)) for name in ("num_layers", "num_attention_heads")},
             "data": {
-                "train": [{"path": draw(names | awkward), "weight": draw(rates)}],
+                "train": [{"path": draw(plain), "weight": draw(rates)}],
                 "seq_length": draw(counts),
                 "micro_batch_size": draw(counts),
                 "document_attention": draw(st.booleans()),
@@ -486,7 +509,7 @@ def configs(draw) -> RunConfig:
             "tokens_per_step": schedule,
             "optimizer": {"lr": draw(rates), "betas": (draw(st.floats(0, 0.999)), 0.95)},
             "training": {
-                "run_dir": draw(names | awkward),
+                "run_dir": draw(plain),
                 "total_tokens": draw(counts),
                 "compile": draw(st.sampled_from(["on", "off"])),
             },
@@ -521,6 +544,8 @@ def test_a_shipped_configuration_is_found_from_any_folder(tmp_path, monkeypatch)
         load_config("configs")
     with pytest.raises(ConfigError, match=r"325m.yaml: cannot be read"):
         load_config("325m.yaml")
+    with pytest.raises(ConfigError, match=r"s3://runs/run.yaml is a URL, which is not taken here"):
+        load_config("s3://runs/run.yaml")
 
 
 @pytest.mark.parametrize(("override", "idle", "fix"), [

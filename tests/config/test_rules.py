@@ -194,6 +194,10 @@ CASES = [
      "whole_micro_steps", "error", "tokens_per_step.tokens", "4096: is not a multiple", "use 8192,"),
     ({"data": {"micro_batch_size": 10**17}}, 1,  # The fix must not be searched among all smaller numbers.
      "whole_micro_steps", "error", "tokens_per_step.tokens", "65536: is not a multiple", "use data.micro_batch_size 64"),
+    ({"optimizer": {"lr": 1e-12}}, 1,
+     "small_lr", "warning", "optimizer.lr", "1e-12: fp32 rounds a step of AdamW away beside weights that begin with", "such as 3e-4"),
+    ({"training": {"init_from": "runs/{{name}}"}}, 1,
+     "path_not_expanded", "error", "training.init_from", "is taken as it is written: variables are not replaced", "write the path in full"),
     ({"optimizer": {"lr": 3e-2}}, 1,
      "large_lr", "warning", "optimizer.lr", "0.03: one step of AdamW may change each weight by that much; they begin with a standard deviation of model.init_std 0.02", "such as 3e-4"),
     ({"optimizer": {"weight_decay": 1000}}, 1,

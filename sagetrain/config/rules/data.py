@@ -96,7 +96,7 @@ def _unexpanded(cfg: RunConfig) -> Iterator[Finding]:
     for name in ("train", "valid"):
         paths |= {f"data.{name}.{i}.path": source.path for i, source in enumerate(getattr(cfg.data, name))}
     for key, path in paths.items():
-        if path and re.search(r"\$[\w{]", path):
+        if path and re.search(r"\$[\w{]|{{", path):
             yield About("path_not_expanded", key, path).error(
                 "is taken as it is written: variables are not replaced",
                 f'write the path in full, or begin it with ~ for the home folder; the shell replaces "{key}=$HOME/..."',

@@ -171,6 +171,12 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
     only_muon = {"matrix"} if muon and not optimizer.muon.adamw_matrices else set()
     by_adamw = {rate for kind, rate in rates.items() if kind not in only_muon}
     for key, given, lr in sorted(by_adamw):
+        if lr < std * 2**-24:
+            yield About("small_lr", key, given).warning(
+                f"{_scaled(optimizer, given, lr)}fp32 rounds a step of AdamW away beside weights that begin with a "
+                f"standard deviation of model.init_std {std}",
+                "use a larger one, such as 3e-4",
+            )
         if lr < std * (4 if key == "optimizer.lr_of.embedding" else 1):  # The short recipe has 3.2 times std.
             continue
         fix = "use a smaller one, such as 3e-4"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -34,10 +35,14 @@ def _path(text: str) -> str:
         )
     if lines := {"\n", "\r", "\0"} & {*text}:
         raise ValueError(f"holds {', '.join(map(repr, sorted(lines)))}: write the path in one line, without | or >")
+    if text != text.strip() or any(unicodedata.category(each) in ("Cc", "Cf") for each in text):
+        raise ValueError("has a blank at an end, or a character that nobody sees: type the path anew")
     if any(len(os.fsencode(part)) > 255 for part in text.split("/")):
         raise ValueError("has a name of more than 255 bytes, which file systems do not take: shorten it")
     if len(os.fsencode(path := os.path.expanduser(text))) > _LONGEST:
         raise ValueError(f"has more than {_LONGEST:,} bytes, which is no path: shorten it")
+    if path.startswith("~"):
+        raise ValueError("begins with ~, and no user has this name: write the path in full, or begin it with ./")
     return path
 
 

@@ -23,7 +23,7 @@ class RopeScaling(Section):
     type: Literal["llama3", "yarn", "linear"]
     """The rule that says where fast ends and slow begins: llama3 goes by wavelengths, yarn (arXiv 2309.00071) by turns.
     With linear all frequencies are slow, as in Gemma 3."""
-    factor: PositiveFloat
+    factor: Annotated[float, Field(ge=1)]
     """Factor by which the sequences are longer now."""
     original_seq_length: PositiveInt
     """Context length before the extension."""
@@ -116,14 +116,14 @@ class ExpertsConfig(Section):
 class ModelConfig(Section):
     """The shape of the Llama-style decoder."""
 
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Field(gt=0, le=10_000)]
     """Transformer blocks."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     ffn_hidden_size: PositiveInt
     """Inner width of the SwiGLU MLP (gate and up each have this many columns). With experts: of the layers that have
     none."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: Annotated[int, Field(gt=0, le=100_000)]
     """Query heads."""
     num_key_value_heads: PositiveInt = Field(
         default_factory=lambda data: data["num_attention_heads"], validate_default=True

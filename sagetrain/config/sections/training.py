@@ -15,7 +15,7 @@ Recomputation = Union[Literal["none", "selective", "attention", "full"], NonNega
 class ParallelConfig(Section):
     """The layout: the spread of the model and the optimizer state over the ranks."""
 
-    world_size: PositiveInt | None = None
+    world_size: Annotated[int, Field(gt=0, le=1_000_000)] | None = None
     """Number of ranks (GPUs) of the run. A launch with more or fewer is an error, for instance when a host did not
     start. Default: any number."""
     tensor_parallel_size: PositiveInt = 1
