@@ -208,6 +208,8 @@ class _Source:
             rule = _must_be(describe(slot), value, slot.choices, _dotted(path))
             if isinstance(value, int | float) and (other := _OTHER_UNIT.get(path)):
                 rule += f"; {_dotted(other)} takes {describe(locate(other)[2])}"
+            if section is not None and path not in self.lines and path not in self.origins:
+                rule += _meaning(section, path)  # The value is derived.
             self.report(path, rule, value)
 
     def raise_problems(self) -> None:
@@ -242,14 +244,21 @@ class _Source:
             target = target[key]
         key = self._child(target, parts[-1], path, text)
         if key is not None:
-            target[key], path = value, (*path, key)
-            before = self.origins.get(path, text)
-            for known in (self.lines, self.origins):  # Keys that the new value replaces no longer have a place.
-                for below in [other for other in known if other[: len(path)] == path]:
-                    del known[below]
+            path, within = (*path, key), target[key]
+            gone = (
+                {each: within[each] for each in within if (*path, each) in self.lines}
+                if isinstance(within, dict)
+                else {}
+            )
+            target[key] = value
+            # Keys that the new value replaces no longer have a place.
+            before = dict.fromkeys(self.origins.pop(other) for other in [*self.origins] if other[: len(path)] == path)
+            self.lines = {other: line for other, line in self.lines.items() if other[: len(path)] != path}
             self.origins[path] = text
-            if before != text:
-                self._note("given_twice", "warning", path, value, f"{before} stands before it and counts for nothing")
+            for other in (each for each in before if each != text):
+                self._note("given_twice", "warning", path, value, f"{other} stands before it and counts for nothing")
+            if isinstance(value, dict):
+                self._replaced(path, value, {each: was for each, was in gone.items() if each not in value})
             self.unusable |= {(*path, *problem.path) for problem in problems}
 
     def _note(self, rule: str, level: Level, path: KeyPath, value: Any, why: str, fix: str = "") -> None:
@@ -283,8 +292,12 @@ class _Source:
         section, key = by
         given = self.tree[section]
         gone = {each: given.pop(each) for each in [*given] if each in excluded and (section, each) in self.lines}
-        if said := ", ".join(f"{each} {value}" for each, value in gone.items() if value):
-            self._note("falls_away", "info", by, given[key], f"in the place of {said} of {self.file}")
+        self._replaced(by, given[key], gone)
+
+    def _replaced(self, by: KeyPath, value: Any, gone: Mapping[Any, Any]) -> None:
+        """Note the keys of the file that an override has taken away."""
+        if said := ", ".join(f"{each} {was}" for each, was in gone.items() if was):
+            self._note("falls_away", "info", by, value, f"in the place of {said} of {self.file}")
 
     def _child(self, target: Any, part: str, path: KeyPath, text: str) -> str | int | None:
         """Return the key of `part` inside `target`, and create it where needed. Return None, and report a problem,
@@ -371,7 +384,8 @@ def _hint_for_unknown(path: KeyPath, section: type[Section], value: Any) -> str:
         return f"; {meant}"
     name = name.lower()
     near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)
-    near = near or [field for field in section.model_fields if field.endswith(f"_{name}")]
+    fields = section.model_fields if section_name else {}
+    near = near or [field for field in fields if field.startswith(f"{name}_") or field.endswith(f"_{name}")]
     if 1 <= len(near) <= 2:
         return f"; did you mean {' or '.join(_dotted((*path[:-1], field)) for field in near)}?"
     last_parts = {key.rpartition(".")[2]: key for key in reversed(known)}

@@ -34,7 +34,7 @@ _KEYS: dict[str, str] = {
         "pipeline_parallel_last_stage_less_layers pipeline_model_parallel_layout layers_per_stage",
         "data.micro_batch_size": "pipeline_parallel_microbatch_size per_device_train_batch_size local_batch_size "
         "micro_batch_size_per_gpu train_micro_batch_size_per_gpu device_batch_size",
-        "parallel.shard_size (ranks that shard; others copy)": "hybrid_shard_size fsdp_size mics_shard_size "
+        "parallel.shard_size (ranks that shard; others copy)": "hsdp hybrid_shard_size fsdp_size mics_shard_size "
         "dp_shard data_parallel_shard_degree "
         "zero_hpz_partition_size num_distributed_optimizer_instances dp_replicate data_parallel_replicate_degree "
         "replica_size",
@@ -49,7 +49,7 @@ _KEYS: dict[str, str] = {
         "parallel.gradient_reduction": "grad_reduce_in_bf16 mixed_precision_reduce accumulate_allreduce_grads_in_fp32 "
         "communication_data_type reduce_dtype grad_reduce_in_fp32",
         "parallel.tensor_parallel_overlap": "tp_comm_overlap enable_async_tensor_parallel async_tp",
-        "parallel.world_size": "num_gpus num_gpus_per_node nnodes nodes nproc_per_node num_nodes devices",
+        "parallel.world_size": "gpus num_gpus num_gpus_per_node nnodes nodes nproc_per_node num_nodes devices",
         "parallel": "parallelism",
         _DERIVED: "data_parallel_size dp dp_size dp_degree data_parallel data_parallel_degree",
         "parallel.expert_parallel_size": "expert_model_parallel_size expert_parallel_degree ep ep_size",
@@ -69,8 +69,8 @@ _KEYS: dict[str, str] = {
         "model.hidden_size": "dim d_model n_embd embed_dim hidden_dim model_dim",
         "model.ffn_hidden_size": "intermediate_size ffn_dim mlp_dim multiple_of ffn_dim_multiplier d_ff",
         "model.num_attention_heads": "n_head n_heads num_heads",
-        "model.num_key_value_heads (key heads, or their groups)": "n_kv_heads n_kv_head num_kv_heads num_query_groups "
-        "n_query_groups group_query_attention",
+        "model.num_key_value_heads (key heads, or their groups)": "kv_heads n_kv_heads n_kv_head num_kv_heads "
+        "num_query_groups n_query_groups group_query_attention",
         "model.head_dim": "kv_channels head_size d_head",
         "model.norm_eps": "rms_norm_eps layer_norm_eps norm_epsilon layernorm_epsilon",
         "model.init_std": "initializer_range init_method_std",
@@ -79,11 +79,11 @@ _KEYS: dict[str, str] = {
         "model.tie_embeddings": "tie_word_embeddings weight_tying share_embeddings_and_output_weights "
         "untie_embeddings_and_output_weights",
         "data.seq_length": "seq_len sequence_length max_seq_len max_seq_length max_position_embeddings block_size "
-        "context_length sequence_len cutoff_len",
+        "context_length sequence_len cutoff_len max_length",
         "model.qkv_bias (of q, k and v; conventions gpt_oss has more)": "attention_bias mlp_bias bias add_qkv_bias",
         "model.conventions (gpt_oss)": "swiglu_limit swiglu_alpha activation_func_clamp_value",
         "model.activation (swiglu or geglu)": "hidden_act hidden_activation activation_func",
-        "model.windows (tokens, pattern, rope_theta)": "sliding_window window_size sliding_window_pattern",
+        "model.windows (tokens, pattern, rope_theta)": "window sliding_window window_size sliding_window_pattern",
         "model.delta_net (pattern, key_heads, value_heads, ...)": "linear_attention linear_attn gated_delta_net "
         "full_attention_interval experimental_attention_variant linear_attention_freq",
         "model.delta_net.key_heads": "linear_num_key_heads",
@@ -94,6 +94,17 @@ _KEYS: dict[str, str] = {
         "model.value_embeddings": "value_embeds use_value_embeds value_embedding use_value_embedding value_emb",
         "model.sinks": "attention_sinks learnable_sink learnable_sinks s_aux",
         _NO_DROPOUT: "dropout attention_dropout hidden_dropout",
+        "none: there is no soft cap of logits": "softcap logit_softcap attn_logit_softcap attn_logit_softcapping "
+        "final_logit_softcap final_logit_softcapping",
+        "none: there is no prediction of several tokens": "mtp num_mtp_layers mtp_num_layers num_nextn_predict_layers",
+        "none: all of a head is rotated": "rotary_percent rotary_pct partial_rotary_factor",
+        "none: norms are RMSNorms, with model.norm_eps": "norm_type normalization rms_norm layernorm",
+        "none: bf16 needs no scale of the loss": "loss_scale initial_loss_scale loss_scaling",
+        "none: a file is one whole configuration, which KEY=VALUE on the command line changes": "defaults include "
+        "extends base _base_ import inherit",
+        "attention.qk_norm": "use_qk_norm qk_layernorm",
+        "model.vocab_size, which is padded to a multiple of 128": "pad_vocab_size_multiple pad_vocab_size_to "
+        "make_vocab_size_divisible_by",
         "attention.backend": "attn_implementation attention_implementation attn_backend attention_backend "
         "use_flash_attn use_flash_attention flash_attention attention.implementation attention.type "
         "attention.precision attn_type",
@@ -102,6 +113,7 @@ _KEYS: dict[str, str] = {
         "linear.keep_first_blocks, keep_last_blocks or keep_layers_below": "linear.filter filter_fqns linear.overrides "
         "linear.layers linear.exclude first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         "optimizer.lr": "learning_rate max_lr peak_lr",
+        "optimizer.weight_decay": "wd",
         "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 beta",
         "optimizer.eps": "adam_eps adam_epsilon epsilon",
         "optimizer.clip_grad": "grad_clip gradient_clipping max_grad_norm max_norm gradient_clip_val clip_grad_norm",
@@ -126,9 +138,10 @@ _KEYS: dict[str, str] = {
         "lr_scheduler_type",
         "lr_schedule.warmup, a share of the run": "warmup warmup_ratio lr_warmup_fraction",
         "lr_schedule.warmup_tokens, in tokens": "warmup_steps warmup_iters lr_warmup_iters lr_warmup_samples",
-        "lr_schedule.decay, a share of the run, with shape wsd": "decay_ratio",
+        "lr_schedule.decay, a share of the run, with shape wsd": "decay_ratio cooldown cooldown_ratio",
         "lr_schedule.decay_tokens, in tokens, with shape wsd": "decay_steps lr_wsd_decay_iters",
         "lr_schedule.min_lr": "min_lr_factor min_lr_ratio end_lr",
+        "training.total_tokens": "num_tokens max_tokens train_tokens",
         _STEPS: "steps max_steps train_iters num_steps total_steps max_iters train_steps train_samples",
         _EPOCHS: "epochs num_train_epochs num_epochs max_epochs",
         _BATCH: "batch_size global_batch_size train_batch_size total_batch_size gradient_accumulation_steps "
@@ -156,12 +169,13 @@ _KEYS: dict[str, str] = {
         "logging.every_steps": "log_interval logging_steps log_freq log_every",
         "logging.wandb": "report_to enable_wandb wandb_project",
         "logging.tensorboard": "enable_tensorboard tensorboard_dir",
-        "evaluation.every_tokens, in tokens: steps times tokens_per_step": "eval_interval eval_steps eval_every",
+        "evaluation.every_tokens, in tokens: steps times tokens_per_step": "evaluation.interval "
+        "evaluation.every_steps eval_interval eval_steps eval_every",
         "evaluation.num_sequences": "eval_iters",
         "data.train, a list of token files of `sagetrain prepare`": "dataset dataset_path data_path data.path "
         "dataset_name train_data datasets train_file train_files train_dataset",
-        "data.valid, from `sagetrain prepare --valid-fraction`": "val_set_size val_size valid_data validation_data "
-        "eval_dataset test_datasets validation_split split",
+        "data.valid, from `sagetrain prepare --valid-fraction`": "val_set_size val_size valid_data validation "
+        "validation_data eval_dataset test_datasets validation_split split",
         "data.tokenizer": "tokenizer_type tokenizer_path tokenizer_model tokenizer_name hf_assets_path",
         "none: samples are always in a random order of training.seed": "shuffle",
         _PACKED: "packing pack sample_packing reset_attention_mask",

@@ -249,7 +249,9 @@ def test_a_variable_that_torch_refuses_is_one_line(monkeypatch, capsys) -> None:
 LONG = "data.valid=[" + 300 * "x" + "]"  # This is no name of a file.
 
 
-@pytest.mark.parametrize("words", [(None, None), ("optimizer.lr=1", None), ("optimizer.lr=1", ["x=2"]), (LONG, None)])
+@pytest.mark.parametrize(
+    "words", [(None, None), ("", None), ("optimizer.lr=1", None), ("optimizer.lr=1", ["x=2"]), (LONG, None)]
+)
 def test_a_configuration_that_is_not_named(words) -> None:
     with pytest.raises(ConfigError, match=r"name a configuration: sagetrain train my\.yaml"):
         configuration.named("train", words[0], None, words[1])

@@ -148,7 +148,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
     ("hidden_size: 256", "hidden_size: true", "model.hidden_size = true: must be a whole number above 0"),
     ("hidden_size: 256", "hidden_size: -2", "model.hidden_size = -2: must be a whole number above 0"),
     ("hidden_size: 256", "hidden_size: [1, 2]", "model.hidden_size = [1, 2]: must be a whole number above 0"),
-    ("num_attention_heads: 4", "num_attention_heads: 512", "run.yaml:1: model.head_dim = 0: must be a whole number above 0"),
+    ("num_attention_heads: 4", "num_attention_heads: 512", "run.yaml:1: model.head_dim = 0: must be a whole number above 0: Width of one head. Default: hidden_size / num"),
     ("hidden_size: 256", "hidden_size:", "model.hidden_size = null: must be a whole number above 0"),
     ("lr: 3e-4", "lr: .inf", "optimizer.lr = Infinity: must be a number above 0"),
     ("lr: 3e-4", "lr: .nan", "optimizer.lr = NaN: must be a number above 0"),
@@ -274,6 +274,10 @@ def test_a_schedule_is_changed_by_its_key(tmp_path):
     twice = ["optimizer.lr=1e-3", *changes, "optimizer.lr=2e-3", "optimizer.lr=2e-3"]
     (said,) = [f"{found}" for found in check(config, 1, path=path, overrides=twice) if found.rule == "given_twice"]
     assert said.startswith("override optimizer.lr=2e-3: optimizer.lr = 0.002: optimizer.lr=1e-3 stands before it")
+    whole = ["optimizer.eps=1e-9", "optimizer={lr: 1e-3}", "lr_schedule={warmup: 0.1}"]
+    said = [f"{found}" for found in check(config, 1, path=path, overrides=whole)]
+    assert 'optimizer = {"lr": 0.001}: optimizer.eps=1e-9 stands before it and counts for nothing' in "".join(said)
+    assert f"in the place of shape wsd, decay_tokens 9 of {path} [falls_away]" in "".join(said)
     contradiction = problems(tmp_path, "", "", *changes, "tokens_per_step.end=3")
     assert "unknown key for schedule: constant; it belongs to ramp\n      fix: leave it out, or set" in contradiction
     assert problems(tmp_path, "", "", "tokens_per_step.schedule=constant").count("tokens_per_step.tokens: missing") == 1
@@ -347,6 +351,11 @@ def test_override_messages(tmp_path, override, expected):
     ("metrics.enable_wandb=true", "enable_wandb: the key here is logging.wandb\n"),
     ("lr_decay_style=cosine", "the key here is lr_schedule.shape\n"),
     ("model.flavor=8B", "there is nothing to set here: `sagetrain config NAME` prints a whole configuration"),
+    ("model.kv_heads=8", "the key here is model.num_key_value_heads (key heads, or their groups)\n"),
+    ("model.num_mtp_layers=1", "there is nothing to set here: there is no prediction of several tokens\n"),
+    ("include=base.yaml", "there is nothing to set here: a file is one whole configuration, which KEY=VALUE on the"),
+    ("logging.every=5", "did you mean logging.every_steps?\n"),
+    ("checkpoint.keep=5", "did you mean checkpoint.keep_last or checkpoint.keep_every_tokens?\n"),
     ("parallel.engine=FSDP2", "must be one of auto, deepspeed, fsdp; did you mean fsdp?\n"),
     ("parallel.offload=cpu", "must be one of none, optimizer, all; did you mean optimizer?\n"),
     ("parallel.shard_size=auto", "must be a whole number above 0 or null\n"),
