@@ -5,23 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
 from kernel_inputs import add_norm_errors, random_norm
 from sagekernels.add_norm import ADD_NORM, ADD_NORM_GRADIENTS, add_norm_gradients_twin, add_norm_twin
 from sagekernels.casts import QUANTIZE_BOTH, largest_twin
 from sagekernels.matmul import LARGEST_OF
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import ModelConfig
 from sagetrain.model.block import Block
 from sagetrain.model.norm import RMSNorm
-from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.collectives import Region
-from sagetrain.parallel.topology import ParallelGroups
+from small_model import SHAPE, SINGLE, loss_and_gradients, small_model
 
-SINGLE = ParallelGroups.single()
-SHAPE = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
 HYBRID = {"num_layers": 4, "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 32}}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -68,27 +64,6 @@ def test_the_operators_keep_their_promises() -> None:
 # -- in a model ----------------------------------------------------------------------------------------------------
 
 
-def gradients(shape: ModelConfig, matmuls: list) -> list[Tensor]:
-    """Return the loss and gradients of a model in float32."""
-    attention, device = AttentionConfig(backend="sdpa"), torch.device("cpu")
-    model = tiny.transformer(
-        shape, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=torch.float32, device=device
-    )
-    model.keep_weights()
-    text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
-    loss = model(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
-def matmuls(shape: ModelConfig = SHAPE, **linear: object) -> list:
-    found, _ = matmuls_of(
-        LinearConfig(precision="int8", **linear), shape, tensor_parallel_size=1, device=torch.device("cpu"),
-        dtype=torch.float32,
-    )  # fmt: skip
-    return found
-
-
 @pytest.mark.parametrize(("linear", "model"), [
     ({}, {}), ({"keep_first_blocks": 1}, {}), ({"keep_last_blocks": 1}, {}), ({}, HYBRID),
 ], ids=str)  # fmt: skip
@@ -97,10 +72,10 @@ def test_a_model_computes_the_same_bits(
 ) -> None:
     """In float32 nothing is rounded on the way."""
     shape = ModelConfig(**SHAPE.model_dump() | model)
-    found = gradients(shape, matmuls(shape, **linear))
+    found = loss_and_gradients(small_model("int8", shape, linear=linear))
     monkeypatch.setattr(Block, "added", lambda block, layer, post_norm, norm: [block.made_by(layer), block.ended(norm)])
     monkeypatch.setattr(Block, "measures", False)
-    assert all(map(torch.equal, found, gradients(shape, matmuls(shape, **linear))))
+    assert all(map(torch.equal, found, loss_and_gradients(small_model("int8", shape, linear=linear))))
 
 
 def test_casts_know_the_largest_magnitudes_of_norms() -> None:
@@ -118,13 +93,8 @@ def test_casts_know_the_largest_magnitudes_of_norms() -> None:
             passes.append(operator) if operator is LARGEST_OF else None
             return operator(*args, **(kwargs or {}))
 
-    attention, device = AttentionConfig(backend="sdpa"), torch.device("cpu")
-    model = tiny.transformer(
-        SHAPE, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls(), dtype=torch.float32, device=device
-    )
-    model.keep_weights()
-    text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
+    model = small_model("int8")
     with Watch():
-        model(text[:, :-1].contiguous(), text[:, 1:].contiguous()).backward()
+        loss_and_gradients(model)
     assert known == [True, False, True, True] * 2 + [True, True, True, False] * 2  # qkv, out, gate_up, down and back
     assert len(passes) == 1

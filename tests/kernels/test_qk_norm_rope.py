@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny
 from backward_graph import backward_calls
 from qk_inputs import qk_norm_rope_errors, random_qk
 from sagekernels.lowbit import LOW_BIT
@@ -17,18 +16,13 @@ from sagekernels.qk_norm_rope import (
     qk_norm_rope_twin,
 )
 from sagetrain.config.layer_specs import layers
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import attention
 from sagetrain.model.backends import AttentionFunction, Sage, Sdpa, TokenLayout
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary, rotary_tables
-from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.collectives import Region
-from sagetrain.parallel.topology import ParallelGroups
+from small_model import SHAPE, SINGLE, loss_and_gradients, small_model
 
-SINGLE = ParallelGroups.single()
-SHAPE = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = ((1, (1, 1), 2, 1.0), (3, (4, 2), 64, 1e4), (17, (5, 1), 80, 1e-3), (129, (6, 3), 128, 1.0))
 
@@ -159,31 +153,15 @@ def test_joined_gradients_are_not_copied(matmul: Matmul, functions: tuple[Attent
         assert calls.count("aten.cat.default") == (matmul == Matmul(joined=True))  # A 16-bit matmul joins its weights.
 
 
-def gradients(
-    dtype: torch.dtype = torch.float32, compiled: bool = False, backend: str = "sdpa", **arguments: object
-) -> list[Tensor]:
-    """Return the loss and gradients of a model in FP8 on packed documents."""
-    place = {"device": torch.device("cpu"), "dtype": dtype}
-    matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
-    backend = AttentionConfig(backend=backend, recipe="scores")
-    model = tiny.transformer(SHAPE, backend, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1 + torch.linspace(-0.5, 0.5, weight.numel()).view_as(weight))
-    model.keep_weights()
-    if compiled:
-        torch._dynamo.reset()
-        compile_blocks(model, backend="aot_eager")
-    text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
+def gradients(backend: str = "sdpa", compiled: bool = False, **how: object) -> list[Tensor]:
+    """Return the loss and gradients of a model on packed documents."""
     positions = torch.tensor([[*range(5), *range(11)]]).expand(4, -1)
-    loss = model(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions=positions)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    return loss_and_gradients(small_model(backend=backend, **how), compiled, positions=positions)
 
 
 @pytest.fixture(scope="module")
 def eager() -> dict[str, list[Tensor]]:
-    return {backend: gradients(backend=backend) for backend in ("sdpa", "sage")}
+    return {backend: gradients(backend) for backend in ("sdpa", "sage")}
 
 
 def test_a_model_is_that_of_two_steps(eager: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +175,7 @@ def test_self_normalizing_attention_computes_the_same_bits(
     eager: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sage, "normalizes", False)
-    apart = gradients(backend="sage")
+    apart = gradients("sage")
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(eager["sage"], apart, strict=True))
 
 
@@ -209,5 +187,5 @@ def test_a_model_computes_the_same_bits(
     checkpointing: str, compiled: bool, backend: str, eager: dict[str, list[Tensor]]
 ) -> None:
     """The model is recomputed in two ways, compiled, and both."""
-    found = gradients(backend=backend, activation_checkpointing=checkpointing, compiled=compiled)
+    found = gradients(backend, compiled, activation_checkpointing=checkpointing)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, eager[backend], strict=True))

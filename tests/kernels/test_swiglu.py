@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
 from backward_graph import backward_calls
 from kernel_inputs import random_swiglu, swiglu_gradients_error
 from sagekernels.casts import QUANTIZE_BOTH, largest_twin
@@ -14,16 +13,11 @@ from sagekernels.lowbit import LOW_BIT
 from sagekernels.matmul import Matmul
 from sagekernels.swiglu import SWIGLU, SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
 from sagetrain.config.layer_specs import layers
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import mlp
-from sagetrain.model.compile import compile_blocks
-from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.collectives import Region
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
-from sagetrain.parallel.topology import ParallelGroups
+from small_model import SHAPE, SINGLE, loss_and_gradients, small_model
 
-SINGLE = ParallelGroups.single()
-SHAPE = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -127,42 +121,13 @@ def test_both_casts_know_the_largest_magnitudes() -> None:
     assert known == [False, True, False, True]  # x of both layers, then their dY
 
 
-def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **arguments: object) -> list[Tensor]:
-    """Return the loss and gradients of a model in FP8."""
-    place = {"device": torch.device("cpu"), "dtype": dtype}
-    matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
-    attention = AttentionConfig(backend="sdpa")
-    model = tiny.transformer(SHAPE, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
-    model.keep_weights()
-    if compiled:
-        torch._dynamo.reset()
-        compile_blocks(model, backend="aot_eager")
-    text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
-    loss = model(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The loss and gradients with plain torch."""
+def test_a_model_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_qk_norm_rope.py recomputes and compiles the same layers."""
 
     def gated(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
         gate, up = layer(x)
         return F.silu(gate) * up
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ColumnParallelLinear, "gated", gated)
-        return gradients()
-
-
-@pytest.mark.parametrize(
-    ("checkpointing", "compiled"), [("none", False), ("selective", False), ("full", False), ("selective", True)]
-)
-def test_a_model_computes_the_same_bits(checkpointing: str, compiled: bool, plain: list[Tensor]) -> None:
-    """In float32 nothing is rounded on the way. The model is recomputed in two ways, compiled, and both.
-    test_qk_norm_rope.py compiles the same layers with all ways of recomputation."""
-    for found, expected in zip(
-        gradients(activation_checkpointing=checkpointing, compiled=compiled), plain, strict=True
-    ):
-        assert torch.equal(found, expected)
+    found = loss_and_gradients(small_model())
+    monkeypatch.setattr(ColumnParallelLinear, "gated", gated)
+    assert all(map(torch.equal, found, loss_and_gradients(small_model())))
