@@ -2,16 +2,18 @@
 measure bits per byte of held-out text on the way.
 
     TEN=1 LARGE=1 PYTHONPATH=.:kernels:benchmarks:tests/support:results/muon-loss torchrun --nproc-per-node 1 \\
-        results/equal-time/titan.py TEXT OUT --steps 1900 --seconds 540
+        results/equal-time/titan.py TEXT OUT --seconds 480
 
-torchtitan 0.2.2 trains: its model, loop, loss, optimizer and schedule. Through its registry come the shape, a loader of
-our tokens and a validator, which keeps the time as well. Settings are those of its debug_model.toml (its registry has
-no Llama 3 between that one and 8B), which are the defaults of its JobConfig: AdamW 8e-4, warm-up over a fifth of the
-steps, a linear fall to 0 over the rest. Others than there: torch.compile, no recomputation, 65,536 tokens a step, as
-llama3_8b.toml has on eight GPUs. `--float8` is its own conversion by torchao.
+torchtitan 0.2.2 trains: its model, loop, loss, optimizer and schedule. torch 2.11 lacks what version 0.3.0 imports.
+Through torchtitan's registry come the shape, a loader of our tokens and a validator, which keeps the time as well.
+Settings are those of its debug_model.toml (its registry has no Llama 3 between that one and 8B), which are the defaults
+of its JobConfig: AdamW 8e-4, warm-up over a fifth of the steps, a linear fall to 0 over the rest. Others than there:
+torch.compile, no recomputation, 65,536 tokens a step, as llama3_8b.toml has on eight GPUs. `--float8` is torchtitan's
+own conversion by torchao, of the layers that torchao's filter takes.
 
-The clock begins behind two steps, which compile, and stands still while the held-out loss is measured. Without --steps
-the rate is measured alone. No test runs this script, and the page names its commit.
+torchtitan's rates follow the steps, so a first run of 30 steps measures how many of them --seconds take. The clock
+begins behind two steps, which compile, and stands still while the held-out loss is measured. No test runs this script,
+and the page names its commit.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from torchtitan.train import Trainer
 
 from runs import BYTES_PER_TOKEN, MICRO, POINTS, VALID, places_of
 
-NAME, COMPILES = "sagetrain", 2
-"""The name under which torchtitan finds the model, and the steps before the clock begins."""
+NAME, COMPILES, FIRST = "sagetrain", 2, 30
+"""The name under which torchtitan finds the model, the steps before the clock begins, and those of the first run."""
 
 
 class Loader:
@@ -65,10 +67,11 @@ class Loader:
 class Held(BaseValidator):
     """torchtitan asks it behind each step whether to validate, so it keeps the time as well."""
 
-    def __init__(self, asked: argparse.Namespace, steps: int, validation_context: Any, maybe_enable_amp: Any,
+    def __init__(self, asked: argparse.Namespace, job_config: JobConfig, validation_context: Any, maybe_enable_amp: Any,
                  loss_fn: Any, **_: Any) -> None:  # fmt: skip
-        self.asked, self.steps, self.amp, self.loss_fn = asked, steps, maybe_enable_amp, loss_fn
-        self.context, self.text = validation_context, text_of(asked.text, "valid")
+        self.asked, self.steps, self.rate = asked, job_config.training.steps, 0.0
+        self.context, self.amp, self.loss_fn = validation_context, maybe_enable_amp, loss_fn
+        self.text = text_of(asked.text, "valid")
         self.began, self.done = math.inf, 0
         self.sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -81,16 +84,15 @@ class Held(BaseValidator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         self.sync()
         stopped = time.monotonic()
-        passed, tokens = stopped - self.began, (step - COMPILES) * TOKENS
-        row = {"steps": step, "tokens": step * TOKENS, "rate": tokens / passed}
-        if self.asked.steps:
-            (model,), total = model_parts, 0.0
-            for places in (torch.arange(VALID) * LENGTH).split(MICRO):
-                given = batch(self.text, places)
-                tokens, labels = (t.to(utils.device_type) for t in (given.tokens, given.labels))
-                with self.context(), self.amp:
-                    total += float(self.loss_fn(model(tokens), labels).detach())  # As in runs.py.
-            row["bits"] = [round(passed, 2), round(total / VALID / LENGTH / math.log(2) / BYTES_PER_TOKEN, 5)]
+        passed, (model,), total = stopped - self.began, model_parts, 0.0
+        self.rate = (step - COMPILES) * TOKENS / passed
+        for places in (torch.arange(VALID) * LENGTH).split(MICRO):
+            given = batch(self.text, places)
+            tokens, labels = (t.to(utils.device_type) for t in (given.tokens, given.labels))
+            with self.context(), self.amp:
+                total += float(self.loss_fn(model(tokens), labels).detach())  # As in runs.py.
+        bits = [round(passed, 2), round(total / VALID / LENGTH / math.log(2) / BYTES_PER_TOKEN, 5)]
+        row = {"steps": step, "of": self.steps, "tokens": step * TOKENS, "rate": round(self.rate), "bits": bits}
         with (self.asked.out / f"{self.asked.name}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
@@ -120,8 +122,8 @@ def job(asked: argparse.Namespace, steps: int) -> JobConfig:
     if asked.float8:
         settings |= {
             "model.converters": ["quantize.linear.float8"],
-            "quantize.linear.float8.filter_fqns": ["output"],
-            "quantize.linear.float8.recipe_name": asked.float8,
+            "quantize.linear.float8.filter_fqns": ["output", "auto_filter_small_kn"],
+            "quantize.linear.float8.recipe_name": "tensorwise",
         }
     made = JobConfig()
     for name, value in settings.items():
@@ -134,18 +136,29 @@ def job(asked: argparse.Namespace, steps: int) -> JobConfig:
     return made
 
 
+def trained(asked: argparse.Namespace, steps: int) -> float:
+    """Train from the beginning. Return the tokens per second."""
+    trainer = Trainer(job(asked, steps))
+    try:
+        trainer.train()
+        return trainer.validator.rate
+    finally:
+        trainer.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--name", default="titan", help="of the file of rows")
-    parser.add_argument("--seconds", type=float, default=540.0, help="by which points are set")
-    parser.add_argument("--steps", type=int, help="of the run; without it 30, for the rate alone")
-    parser.add_argument("--float8", choices=["tensorwise", "rowwise"])
+    parser.add_argument("--seconds", type=float, default=480.0, help="of the run")
+    parser.add_argument("--total", type=float, help="seconds of all: the run is made shorter to fit")
+    parser.add_argument("--steps", type=int, help="of the run, where its rate is known")
+    parser.add_argument("--float8", action="store_true", help="in the linear layers that torchao's filter takes")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked, born = parser.parse_args(), time.monotonic()
     asked.out.mkdir(parents=True, exist_ok=True)
-    steps, inner, width = asked.steps or 30, MODEL["ffn_hidden_size"], MODEL["hidden_size"]
+    inner, width = MODEL["ffn_hidden_size"], MODEL["hidden_size"]
     shape = TransformerModelArgs(
         dim=width, n_layers=MODEL["num_layers"], n_heads=MODEL["num_attention_heads"], vocab_size=VOCAB,
         # torchtitan rounds a multiple of the width up to one of multiple_of: half of the inner width, to all of it.
@@ -156,17 +169,18 @@ def main() -> None:
         model_args={NAME: shape},
         build_tokenizer_fn=None,
         build_dataloader_fn=lambda **_: Loader(text_of(asked.text, "train"), asked.seed),
-        build_validator_fn=lambda **given: Held(asked, steps, **given),
+        build_validator_fn=lambda **given: Held(asked, **given),
         state_dict_adapter=None,
     )
     register_train_spec(NAME, spec)
     init_logger()
-    trainer = Trainer(job(asked, steps))
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-        torch.distributed.destroy_process_group()
+    if asked.steps is None:
+        rate = trained(asked, FIRST)
+        if asked.total:
+            asked.seconds = min(asked.seconds, asked.total - (time.monotonic() - born) - 15)
+        asked.steps = COMPILES + round(asked.seconds * rate / TOKENS)
+    trained(asked, asked.steps)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
