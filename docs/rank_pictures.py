@@ -9,11 +9,13 @@ from svg import WIDTH, Picture, width_of
 
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import idle_share
-from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
+from sagetrain.config.layout import Layout
+from sagetrain.config.schema import LinearConfig, RunConfig
 from sagetrain.costs.collective_costs import INTO, OUT, collectives
 from sagetrain.costs.hardware import HARDWARE
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.costs.operations import Rank
+from sagetrain.costs.stages import held
 from sagetrain.parallel.orders import Action, orders
 from sagetrain.parallel.topology import Topology
 from sagetrain.planning.performance import predict
@@ -95,18 +97,18 @@ def zero() -> Picture:
     kinds = {"weights": "a", "gradients": "b", "optimizer": "c"}
     picture = Picture(f"What a rank holds of 7B on {ranks} GPUs at ZeRO 1, 2 and 3")
     picture.text(14, 26, f"GiB that a rank of {ranks} holds, 7B (configs/7b.yaml)", 14, bold=True)
-    scale = 330 / max(sum(held.values()) for _, held in rows)
-    for place, (name, held) in enumerate(rows):
+    scale = 330 / max(sum(items.values()) for _, items in rows)
+    for place, (name, items) in enumerate(rows):
         x, y = 76.0, 44 + 38 * place
         picture.text(14, y + 18, name, 13)
-        for part, size in held.items():
+        for part, size in items.items():
             label = f"{size:.1f}"
             if scale * size > width_of(label, 12) + 6:
                 picture.box(x, y, scale * size, 28, label, kinds[part], size=12)
             else:
                 picture.rectangle(x, y, scale * size, 28, kinds[part], round_=1)
             x += scale * size + 1
-        picture.text(x + 8, y + 18, f"{sum(held.values()):.1f}", 13, bold=True)
+        picture.text(x + 8, y + 18, f"{sum(items.values()):.1f}", 13, bold=True)
     picture.legend(44 + 38 * len(rows) + 14, [(kind, name) for name, kind in kinds.items()])
     return picture
 
@@ -120,7 +122,7 @@ def sequence() -> Picture:
         rank = Rank(
             tokens=8192, seq_length=4096, tensor=2, sequence_parallel=sharded, linear=LinearConfig(precision="bf16")
         )
-        calls = collectives(cfg.model, AttentionConfig(), rank, 1)
+        calls = collectives(held(cfg, Layout.of(cfg), 32768, 0), rank, 1)
         kinds = {call.what: call.kind for call in calls if call.moment == "forward"}
         enters, leaves = kinds.get(INTO), kinds[OUT]
         picture.text(14, y + 14, f"sequence_parallel: {str(sharded).lower()}", 13.5, mono=True, bold=True)

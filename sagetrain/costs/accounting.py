@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from sagetrain.config.arithmetic import recomputed_blocks
-from sagetrain.config.layer_specs import LayerSpec, layers
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import (
     AttentionConfig,
@@ -129,33 +129,30 @@ def _matmul_flops(operations: Iterable[Operation]) -> int:
     return sum(matmul.flops for matmul in of_kind(MatmulCost, operations))
 
 
-def muon_parameters(cfg: RunConfig) -> int:
-    """Return the number of parameters that Muon updates, on all tensor-parallel ranks together."""
-    return _elements(muon_shapes(cfg))
-
-
 @functools.lru_cache(maxsize=64)
-def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:
+def elements(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Return the number of values of matrices with these shapes."""
     return sum(map(prod, shapes))
 
 
-def muon_shapes(cfg: RunConfig) -> tuple[tuple[int, ...], ...]:
-    """Return the whole shapes of the matrices that Muon updates."""
+def muon_shapes(cfg: RunConfig, blocks: tuple[int, ...] | None = None) -> tuple[tuple[int, ...], ...]:
+    """Return the whole shapes of the matrices that Muon updates, of all tensor-parallel ranks together: those of the
+    blocks with these numbers, or of all."""
     if cfg.optimizer.name != "muon":
         return ()
-    return _muon_shapes(cfg.model, cfg.attention, tuple(cfg.optimizer.muon.adamw_matrices))
+    return _muon_shapes(cfg.model, cfg.attention, tuple(cfg.optimizer.muon.adamw_matrices), blocks)
 
 
 # Layouts of a model share them, and a search for layouts asks ten thousand times.
 @functools.lru_cache(maxsize=64)
 def _muon_shapes(
-    model: ModelConfig, attention: AttentionConfig, adamw_matrices: tuple[Any, ...]
+    model: ModelConfig, attention: AttentionConfig, adamw_matrices: tuple[Any, ...], blocks: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], ...]:
     muon = MuonConfig(adamw_matrices=[*adamw_matrices])
     return tuple(
         spec.matrix
         for spec in tensors(model, attention, 1)
-        if muon.takes(spec.kind, spec.name)
+        if muon.takes(spec.kind, spec.name) and (blocks is None or spec.layer in blocks)
         for _ in range(spec.matrices)
     )
 
@@ -163,14 +160,14 @@ def _muon_shapes(
 def checkpoint_bytes(cfg: RunConfig, vocab_size: int) -> int:
     """Return the bytes of a checkpoint's tensors: fp32 weights, and the optimizer's state in fp32. AdamW has two values
     for each parameter, Muon has one."""
-    return 12 * num_parameters(cfg.model, cfg.attention, vocab_size) - 4 * muon_parameters(cfg)
+    return 12 * num_parameters(cfg.model, cfg.attention, vocab_size) - 4 * elements(muon_shapes(cfg))
 
 
 def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
     """Return the host memory, in bytes, from which a rank writes its share of a checkpoint."""
     tensor = cfg.parallel.tensor_parallel_size
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor)
-    slice_bytes = (12 * size - 4 * muon_parameters(cfg) // tensor) // cfg.parallel.pipeline_parallel_size
+    slice_bytes = (12 * size - 4 * elements(muon_shapes(cfg)) // tensor) // cfg.parallel.pipeline_parallel_size
     # Ranks that hold the same write it once: at stage 0 the first replica writes everything.
     return -(-slice_bytes // Layout.of(cfg, world_size).shards)
 
@@ -183,43 +180,3 @@ def overlaps(cfg: RunConfig) -> bool:
     whole = Rank(tokens=rank_of(cfg).tokens)
     flops = 3 * _matmul_flops(last_block(cfg, whole))
     return flops >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
-
-
-def fsdp_groups(cfg: RunConfig, size: int, vocab_size: int, apart: bool = False) -> tuple[int, int, int]:
-    """Return the parameters that FSDP2 gathers and reduces together (engines/fsdp.py) of a rank with `size` parameters:
-    the matrices of the largest block, those of all blocks, and everything outside of blocks, the gains of norms and
-    routers included. With `apart` the blocks have no experts that ranks have between them."""
-    parallel, experts = cfg.parallel, sum(expert_parameters(cfg)) if apart else 0
-    between = 0 if experts else parallel.expert_parallel_size
-    largest, every = _weights_of_blocks(cfg.model, vocab_size, parallel.tensor_parallel_size, between)
-    every = min(every, size - experts)  # A pipeline stage may have a table of value_embeddings less (stages.held).
-    return largest, every, size - experts - every
-
-
-# Proposing layouts asks this thousands of times.
-@functools.lru_cache(maxsize=256)
-def _weights_of_blocks(
-    model: ModelConfig, vocab_size: int, tensor_parallel: int, expert_parallel: int
-) -> tuple[int, int]:
-    """Return the weights of the largest block and of all blocks on one rank, of `expert_parallel` ranks that have
-    experts between them; 0: experts are left out."""
-    blocks = [
-        sum(each.weights for each in layer.linear_layers(tensor_parallel).values())
-        + layer.value_embeddings * vocab_size * layer.attention.key_heads * layer.attention.head_dim // tensor_parallel
-        + (expert_weights(layer, expert_parallel) if expert_parallel else 0)
-        for layer in layers(model)
-    ]
-    return max(blocks), sum(blocks)
-
-
-def expert_parameters(cfg: RunConfig) -> list[int]:
-    """Return the parameters of a rank's experts in each block where ranks have experts between them, and zeros where
-    they have not."""
-    ranks = cfg.parallel.expert_parallel_size
-    return [expert_weights(layer, ranks) * (ranks > 1) for layer in layers(cfg.model)]
-
-
-def expert_weights(layer: LayerSpec, ranks: int) -> int:
-    """Return the weights of a rank's experts in a block."""
-    experts = layer.experts
-    return 3 * experts.number * experts.ffn_size * layer.hidden // ranks if experts else 0

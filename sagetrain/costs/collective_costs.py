@@ -3,16 +3,14 @@ them. No torch. costs/operations.py has what a rank computes between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+import functools
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
 
-from sagetrain.config.layer_specs import layers, linear_layers
-from sagetrain.config.layout import Layout, by_rows
+from sagetrain.config.layout import by_rows
 from sagetrain.config.linear_sizes import EIGHT_BITS
-from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
-from sagetrain.costs.accounting import expert_weights
 from sagetrain.costs.operations import Rank
+from sagetrain.costs.stages import Held
 
 INTO, OUT = "into the layers", "out of the layers"
 """The names of what tensor parallelism's collectives exchange: the inputs of column-parallel layers, and the outputs of
@@ -23,145 +21,139 @@ _Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 _Beside = Literal["nothing", "forward", "backward", "weight gradients"]
 
 
-@dataclass(frozen=True)
-class CollectiveCost:
+class CollectiveCost(NamedTuple):
     """The calls of one kind of collective around the layers, in one micro-step."""
 
     axis: Literal["tensor", "context", "gather", "experts"]
     moment: _Moment
     what: str
     kind: _Kind
-    per_block: int
-    at_ends: int
-    """The number of calls around the embedding, the final norm and the head."""
+    calls: int
     payload: int
     """The bytes of the whole tensor of one call, which is added up, gathered or scattered. For an all-to-all, the bytes
-    that one rank exchanges."""
+    that one rank exchanges. It is the mean where calls differ."""
     beside: _Beside = "nothing"
     """The work that may run at the same time. It is the forward or backward pass of the micro-batch's other half, or
     the gradients of the weights of the column-parallel layer whose input gradient is on its way."""
-    dense: int = 0
-    """The number of first blocks that do not call it."""
 
 
-def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[CollectiveCost]:
+def collectives(part: Held, rank: Rank, parts: int) -> list[CollectiveCost]:
     """List the collectives that parallel/collectives.py and layers.py call in a micro-step whose tokens go through the
     blocks in `parts` parts.
 
     Halves run beside each other. Without halves, only the sum of a column-parallel layer's input gradients runs beside
     other work.
     """
-    return [
-        *_tensor_parallel(model, attention, rank, parts),
-        *_context_parallel(model, rank),
-        *_expert_parallel(model, rank, parts),
-    ]
+    totals = dict[CollectiveCost, tuple[int, int]]()
+    for of in (_tensor_parallel, _context_parallel, _expert_parallel):
+        for call in sorted(of(part, rank, parts), key=lambda call: get_args(_Moment).index(call.moment)):
+            calls, payload = totals.get(like := call._replace(calls=0, payload=0), (0, 0))
+            totals[like] = calls + call.calls, payload + call.calls * call.payload
+    return [like._replace(calls=calls, payload=all_ // calls) for like, (calls, all_) in totals.items() if calls]
 
 
-def _tensor_parallel(
-    model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int
-) -> Iterable[CollectiveCost]:
-    """List the collectives around the two halves of a block, the embedding and the head."""
+def _moments(rank: Rank) -> tuple[_Moment, ...]:
+    """Return the moments at which the forward pass of a block runs."""
+    return ("forward", "recomputed") if rank.recomputes else ("forward",)
+
+
+def _tensor_parallel(part: Held, rank: Rank, parts: int) -> Iterator[CollectiveCost]:
+    """List the collectives around the two halves of each block, the embedding and the head."""
     if rank.tensor == 1:
         return
-    payload = rank.tokens * model.hidden_size * rank.element // parts
-    enters: _Kind | None = "all-gather" if rank.sequence_parallel else None
+    hidden = part.cfg.model.hidden_size
+    payload, gathers = rank.tokens * hidden * rank.element // parts, parts * rank.sequence_parallel
     leaves: _Kind = "reduce-scatter" if rank.sequence_parallel else "all-reduce"
     forward: _Beside = "forward" if parts > 1 else "nothing"
     backward: _Beside = "backward" if parts > 1 else "nothing"
     into: _Beside = "backward" if parts > 1 else "weight gradients"
-    rows: list[tuple[_Moment, str, _Kind | None, int, _Beside]] = [
-        ("forward", INTO, enters, 1, forward),
-        ("forward", OUT, leaves, 1, forward),
-        ("recomputed", INTO, enters, 0, forward),
-        ("recomputed", OUT, leaves, 0, forward),
-        ("backward", OUT, enters, 1, backward),
-        ("backward", INTO, leaves, 0, into),
-    ]
-    packed = {("forward", INTO): payload, ("recomputed", INTO): payload, ("backward", OUT): payload}
-    # Experts compute the tokens of their rank. Only an MLP beside them takes part in collectives.
-    halves = 1 + bool(layers(model)[-1].mlp.inner)
-    gathers, linear = halves * model.num_layers, rank.linear
-    if (low_bit := EIGHT_BITS.get(linear.precision)) and low_bit.travels:
-        eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of sagekernels/packing.py
-        sizes = list(linear_layers(model, rank.tensor).values())
-        for key in packed:
-            own = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
-            blocks = linear.low_bit_blocks(model.num_layers)
-            low = len(blocks) * sum(map(linear.takes, own))
-            if key[1] == INTO and linear.takes(own[0]):  # Two layers read what such blocks gather for q, k and v.
-                low -= sum(layers(model)[number].value_embeddings for number in blocks)
-            packed[key] = (low * eight + (gathers - low) * payload) // gathers
-    for moment, what, kind, at_ends, beside in rows:
-        if kind and (rank.recomputes or moment != "recomputed"):
-            calls = [(halves * parts, at_ends * parts, payload)]
-            if kind == "all-gather" and packed[moment, what] < payload:
-                calls = [(halves * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
-            yield from (CollectiveCost("tensor", moment, what, kind, *call, beside) for call in calls)
-    yield CollectiveCost("tensor", "backward", "into the head", leaves, 0, parts, payload)
-    if attention.qk_norm == "all_heads":
-        for at in ("forward", "recomputed", "backward") if rank.recomputes else ("forward", "backward"):
+    call = functools.partial(CollectiveCost, "tensor")
+    low_bit = EIGHT_BITS.get(rank.linear.precision)
+    eight = rank.tokens * (hidden + 16) // parts  # the tensor has the format of sagekernels/packing.py
+    for blocks, layer, own in part.kinds(rank):
+        moments = _moments(own)
+        # Experts compute the tokens of their rank. Only an MLP beside them takes part in collectives.
+        for name, sizes in layer.linear_layers(rank.tensor).items():
+            # Two layers read what a block with embeddings of values gathers for q, k and v: in 16 bits, and the sum of
+            # both gradients waits for those of the weights.
+            twice = name == "qkv" and layer.value_embeddings
+            packed = bool(low_bit and low_bit.travels) and own.linear.takes(sizes) and not twice
+            gathered = eight if packed else payload
+            if name in ("qkv", "gate_up"):
+                yield from (call(at, INTO, "all-gather", blocks * gathers, gathered, forward) for at in moments)
+                yield call("backward", INTO, leaves, blocks * parts, payload, backward if twice else into)
+            else:
+                yield from (call(at, OUT, leaves, blocks * parts, payload, forward) for at in moments)
+                yield call("backward", OUT, "all-gather", blocks * gathers, gathered, backward)
+        if layer.attention.qk_norm == "all_heads":
             squares = 4 * rank.tokens // parts
-            yield CollectiveCost("tensor", at, "squares of q and k", "all-reduce", 2 * parts, 0, squares)
-    # Gains are whole on every rank but see only their rank's heads (gains of q and k) or tokens (gains of the residual
-    # stream). A block also has the next block's gain unless it is recomputed. Nothing runs beside the sum of their
-    # gradients, at the end of a block.
-    width = 2 * model.head_dim * (attention.qk_norm in ("before_rope", "after_rope"))
-    before, after = layers(model)[0].normed
-    width += (2 * (before + after) + (not rank.recomputes)) * model.hidden_size * rank.sequence_parallel
-    if rank.sequence_parallel:
-        outside = model.hidden_size * rank.element
-        yield CollectiveCost("tensor", "backward", "gains outside of blocks", "all-reduce", 0, parts, outside)
-    if width:
-        yield CollectiveCost("tensor", "backward", "gains", "all-reduce", 1, 0, parts * width * rank.element)
+            for at in (*moments, "backward"):
+                yield call(at, "squares of q and k", "all-reduce", 2 * blocks * parts, squares)
+        # Gains are whole on every rank but see only their rank's heads (gains of q and k) or tokens (gains of the
+        # residual stream). A block also has the next block's gain unless it is recomputed. Nothing runs beside the sum
+        # of their gradients, at the end of a block.
+        width = 2 * layer.attention.head_dim * (layer.attention.qk_norm in ("before_rope", "after_rope"))
+        width += (2 * sum(layer.normed) + (not own.recomputes)) * hidden * rank.sequence_parallel
+        yield call("backward", "gains", "all-reduce", blocks * (width > 0), parts * width * rank.element)
+    if part.first:
+        yield call("forward", OUT, leaves, parts, payload, forward)
+        yield call("backward", OUT, "all-gather", gathers, payload, backward)
+    if part.last:
+        yield call("forward", INTO, "all-gather", gathers, payload, forward)
+        yield call("backward", "into the head", leaves, parts, payload)
+        yield call("backward", "gains outside of blocks", "all-reduce", gathers, hidden * rank.element)
 
 
-def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost]:
+def _context_parallel(part: Held, rank: Rank, parts: int) -> Iterator[CollectiveCost]:
     """List one all-to-all of q, k and v together before attention and one of its output after, forward and backward.
     Key/value heads are repeated where the ranks that exchange heads are more than they. Ranks that gather keys and
     values gather each of these, and exchange the gradients before they sum them."""
     if rank.context == 1:
         return
-    ulysses, attention = rank.context // rank.gather, layers(model)[0].attention
-    head = rank.tokens * model.head_dim * rank.element // rank.tensor
-    queries, keys = attention.heads, attention.key_heads * attention.copies_of_keys(rank.tensor * ulysses)
-    moments: tuple[_Moment, ...] = ("forward", "backward", "recomputed")
-    for moment in moments[: 2 + rank.recomputes]:
-        if ulysses > 1:
-            for what, heads in (("q, k, v", queries + 2 * keys), ("output", queries)):
-                yield CollectiveCost("context", moment, what, "all-to-all", 1, 0, heads * head)
-        if rank.gather > 1:
-            kind: _Kind = "all-to-all" if moment == "backward" else "all-gather"
-            yield CollectiveCost("gather", moment, "keys and values", kind, 2, 0, rank.gather * keys * head)
+    ulysses = rank.context // rank.gather
+    for blocks, layer, own in part.kinds(rank):
+        attention = layer.attention
+        head = rank.tokens * attention.head_dim * rank.element // rank.tensor
+        queries, keys = attention.heads, attention.key_heads * attention.copies_of_keys(rank.tensor * ulysses)
+        for moment in ("backward", *_moments(own)):
+            if ulysses > 1:
+                for what, heads in (("q, k, v", queries + 2 * keys), ("output", queries)):
+                    yield CollectiveCost("context", moment, what, "all-to-all", blocks, heads * head)
+            if rank.gather > 1:
+                kind: _Kind = "all-to-all" if moment == "backward" else "all-gather"
+                yield CollectiveCost("gather", moment, "keys and values", kind, 2 * blocks, rank.gather * keys * head)
 
 
-def _expert_parallel(model: ModelConfig, rank: Rank, parts: int) -> Iterable[CollectiveCost]:
+def _expert_parallel(part: Held, rank: Rank, parts: int) -> Iterator[CollectiveCost]:
     """List the gathers of tokens, with the weights and numbers of their choices, before experts that ranks have between
     them, and the sums of their results behind (model/dispatch.py). Rows go by all-to-alls of those that there is room
     for. Backward each has its counterpart. Nothing runs beside them."""
-    if rank.experts == 1 or (experts := model.experts) is None:
+    if rank.experts == 1:
         return
-    tokens, by_row = rank.tokens // (rank.shards * parts), by_rows(rank.experts, experts.per_token)
-    rows_of_rank = int(rank.room * experts.per_token * tokens)
-    count, top = (rows_of_rank, 1) if by_row else (rank.experts * tokens, experts.per_token)
-    there: _Kind = "all-to-all" if by_row else "all-gather"
-    back: _Kind = "all-to-all" if by_row else "reduce-scatter"
-    stream, weights, numbers = model.hidden_size * rank.element, 4 * top, 8 * top
-    moments: tuple[_Moment, ...] = ("forward", "recomputed") if rank.recomputes else ("forward",)
-    rows: list[tuple[_Moment, str, _Kind, int]] = [
-        *((moment, what, there, size) for moment in moments
-          for what, size in (("tokens", stream), ("weights of choices", weights), ("choices", numbers))),
-        *((moment, "results of experts", back, stream) for moment in moments),
-        ("backward", "results of experts", there, stream),
-        ("backward", "tokens", back, stream),
-        ("backward", "weights of choices", back, weights),
-    ]  # fmt: skip
-    for moment, what, kind, size in rows:
-        yield CollectiveCost("experts", moment, what, kind, parts, 0, size * count, dense=experts.dense_layers)
+    tokens = rank.tokens // (rank.shards * parts)
+    for blocks, layer, own in part.kinds(rank):
+        if (experts := layer.experts) is None:
+            continue
+        by_row = by_rows(rank.experts, experts.per_token)
+        rows_of_rank = int(rank.room * experts.per_token * tokens)
+        count, top = (rows_of_rank, 1) if by_row else (rank.experts * tokens, experts.per_token)
+        there: _Kind = "all-to-all" if by_row else "all-gather"
+        back: _Kind = "all-to-all" if by_row else "reduce-scatter"
+        stream, weights, numbers = layer.hidden * rank.element, 4 * top, 8 * top
+        rows: list[tuple[_Moment, str, _Kind, int]] = [
+            *((moment, what, there, size) for moment in _moments(own)
+              for what, size in (("tokens", stream), ("weights of choices", weights), ("choices", numbers))),
+            *((moment, "results of experts", back, stream) for moment in _moments(own)),
+            ("backward", "results of experts", there, stream),
+            ("backward", "tokens", back, stream),
+            ("backward", "weights of choices", back, weights),
+        ]  # fmt: skip
+        for moment, what, kind, size in rows:
+            yield CollectiveCost("experts", moment, what, kind, blocks * parts, size * count)
 
 
 def expert_exchanges(
-    cfg: RunConfig, layout: Layout, element: int, reduced: int, parts: int
+    part: Held, element: int, reduced: int, parts: int
 ) -> Iterator[tuple[str, str, str, int, int, tuple[int, int] | None]]:
     """Yield the collectives for weights and gradients of experts beside those of whole blocks: the axis, the purpose,
     the kind, the number of calls in a step, the payload of one, and the number of ranks with the replicas from one of
@@ -175,10 +167,11 @@ def expert_exchanges(
         reduced: the times that gradients are reduced in a step.
         parts: the parts of a micro-batch. At ZeRO 3 each of them gathers the experts.
     """
-    ranks, shards, copies = cfg.parallel.expert_parallel_size, layout.expert_shards, layout.expert_copies
-    if not (every := [size for layer in layers(cfg.model) if (size := expert_weights(layer, ranks))]):
+    layout, experts = part.layout, part.sizes.experts
+    if not experts:
         return
-    calls, size, apart = len(every), max(every), max(1, layout.experts // layout.tensor)
+    ranks, shards, copies = layout.experts, layout.expert_shards, layout.expert_copies
+    calls, size, apart = len(experts), max(experts), max(1, ranks // layout.tensor)
     if ranks == 1:
         if layout.tensor > 1:
             yield "tensor", "gradients of experts", "all-reduce", 2 * calls, 2 * size // layout.shards, None

@@ -13,20 +13,10 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.linear_sizes import LOW_BIT
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs import deepspeed_prices
-from sagetrain.costs.accounting import (
-    MemoryItem,
-    expert_parameters,
-    fsdp_groups,
-    muon_parameters,
-    muon_shapes,
-    overlaps,
-    rank_of,
-    total_bytes,
-    with_recomputation,
-)
+from sagetrain.costs.accounting import MemoryItem, elements, overlaps, rank_of, total_bytes, with_recomputation
 from sagetrain.costs.operation_kinds import MatmulCost, Operation, of_kind
 from sagetrain.costs.operations import Ends, Rank, block_operations, end_operations
-from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
+from sagetrain.costs.stages import Held, different_stages, held
 from sagetrain.optim.owners import MUON_ROUND
 
 # This many logits exist at once, see parallel/cross_entropy.py.
@@ -54,58 +44,56 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
         vocab_size: the number of rows of the embedding, padded.
     """
     parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
-    layout, stages = Layout.of(cfg, world_size), different_stages(cfg, vocab_size)
-    return max((_memory(part, layout, vocab_size, stage) for part in parts for stage in stages), key=total_bytes)
+    layout = Layout.of(cfg, world_size)
+    every = ((part, stage) for part in parts for stage in different_stages(part, vocab_size))
+    return max((_memory(part, layout, vocab_size, stage) for part, stage in every), key=total_bytes)
 
 
 def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list[MemoryItem]:
-    part = held(cfg, layout, vocab_size, stage)
-    cfg, size, rank = part.cfg, part.parameters, rank_of(part.cfg)
-    kept, running = _activations(cfg, rank)
+    part, rank = held(cfg, layout, vocab_size, stage), rank_of(cfg)
+    kept, running = _activations(part, rank)
     if layout.stages > 1:
         why = f"{kept.why}; of {part.kept:g} micro-batches at once, on pipeline stage {stage + 1}"
         kept = MemoryItem(kept.name, int(part.kept * kept.bytes), why)
-    bucket, copies, left = _reduction(cfg, layout, size, vocab_size)
+    bucket, copies, left = _reduction(part)
     moments = [
         [kept, *(_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)) if part.last else ())],
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
-        *_probe(cfg, layout, size, vocab_size),
-        *_linear_errors(cfg, vocab_size),
-        _orthogonalizing(cfg),
+        *_probe(part),
+        *_linear_errors(part),
+        _orthogonalizing(part),
     ]
     slots = round(part.kept * layout.chunks) if layout.stages > 1 else 0
-    largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, vocab_size, moments[:2], slots)]
-    codes = _codes(cfg, end_operations(cfg.model, vocab_size, rank).head if part.last else None)
-    return [item for item in (*_model_state(cfg, layout, size, vocab_size, codes), *largest) if item.bytes]
+    largest = [*max(moments, key=total_bytes), *_recordings(part, moments[:2], slots)]
+    return [item for item in (*_model_state(part, _codes(part, rank)), *largest) if item.bytes]
 
 
-def _recordings(
-    cfg: RunConfig, layout: Layout, size: int, vocab_size: int, passes: Sequence[list[MemoryItem]], slots: int
-) -> list[MemoryItem]:
+def _recordings(part: Held, passes: Sequence[list[MemoryItem]], slots: int) -> list[MemoryItem]:
     """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there.
 
     Args:
         passes: the memory of the loss, and that of a block's backward pass.
         slots: the micro-batches that a stage of a pipeline has under way at once; 0: there is no pipeline.
     """
-    if cfg.training.cuda_graphs != "on" or not layout.recorded:
+    layout, sizes, rank = part.layout, part.sizes, rank_of(part.cfg)
+    if part.cfg.training.cuda_graphs != "on" or not layout.recorded:
         return []
-    beside, more = "reduced gradients", 4 * size // layout.shards if layout.reduced == "once a step" else 0
+    beside, more = "reduced gradients", 4 * sizes.parameters // layout.shards * (layout.reduced == "once a step")
     if layout.zero_stage == 3:
-        beside, more = "a block on its way to its place", rank_of(cfg).element * fsdp_groups(cfg, size, vocab_size)[0]
+        beside, more = "a block on its way to its place", rank.element * max(sizes.blocks)
     held, what = max(map(total_bytes, passes)), "micro-steps"
     if slots:
         # Forward and backward passes have pools of their own, and each slot has what a block does not keep.
         (_, *loss), (kept, again, workspace, _) = passes
-        forward, backward = _passing(cfg, rank_of(cfg))
+        forward, backward = _passing(part, rank)
         held, what = total_bytes([kept, *loss, again]), f"{slots} micro-batches"
         held += max(workspace.bytes, backward) + slots * max(again.bytes, forward)
     why = f"activations of {what} as CUDA graphs, beside those of passes by the host, and {beside}"
     return [MemoryItem("recordings", held + more, why)]
 
 
-def _passing(cfg: RunConfig, rank: Rank) -> tuple[int, int]:
+def _passing(part: Held, rank: Rank) -> tuple[int, int]:
     """Return the bytes that the forward pass of a block needs at once beside what it keeps, and those that its backward
     pass needs at once if nothing of the forward pass is freed for it.
 
@@ -113,7 +101,7 @@ def _passing(cfg: RunConfig, rank: Rank) -> tuple[int, int]:
     and that result, the codes of the former by rows and columns, and the gradients of the weights of gate and up. Two
     residual streams are there as well.
     """
-    widest = max((layer for _, layer in _matmuls(cfg, rank)), key=lambda layer: layer.tokens * layer.inputs)
+    widest = max((layer for _, layer in _matmuls(part, rank)), key=lambda layer: layer.tokens * layer.inputs)
     low, streams = widest.precision.forward in LOW_BIT, 2 * rank.element * widest.tokens * widest.outputs
     made = widest.tokens * widest.inputs
     forward = made * (rank.element + 1) * low + streams
@@ -125,20 +113,19 @@ def kept_bytes(operations: Iterable[Operation]) -> int:
     return sum(part.saved // part.shards for part in operations)
 
 
-def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, codes: MemoryItem) -> list[MemoryItem]:
-    """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
-    activations."""
-    if layout.engine == "fsdp":
-        return _fsdp_state(cfg, layout, size, vocab_size, codes)
-    moments, state = _moments(cfg, size)
-    return [*deepspeed_prices.state(cfg, layout, size, moments, state), codes]
+def _model_state(part: Held, codes: MemoryItem) -> list[MemoryItem]:
+    """Estimate weights, gradients and optimizer state of a rank while it holds all activations."""
+    if part.layout.engine == "fsdp":
+        return _fsdp_state(part, codes)
+    return [*deepspeed_prices.state(part.cfg, part.layout, part.sizes.parameters, *_moments(part)), codes]
 
 
-def _codes(cfg: RunConfig, head: MatmulCost | None) -> MemoryItem:
+def _codes(part: Held, rank: Rank) -> MemoryItem:
     """Estimate the 8-bit weights that linear layers keep, and the output projection if it is here."""
-    every = _matmuls(cfg, rank_of(cfg)) if cfg.linear.low_bit else ()
-    eight = sum(blocks * layer.weights for blocks, layer in every if layer.precision.forward == cfg.linear.precision)
-    bytes_ = 2 * eight + (_head_codes(head) if head else 0)
+    linear = part.cfg.linear
+    every = _matmuls(part, rank) if linear.low_bit else ()
+    bytes_ = 2 * sum(blocks * layer.weights for blocks, layer in every if layer.precision.forward == linear.precision)
+    bytes_ += _head_codes(end_operations(part.cfg.model, part.vocab_size, rank).head) if part.last else 0
     return MemoryItem("8-bit weights", bytes_, "codes of linear layers, as they are and transposed")
 
 
@@ -147,20 +134,21 @@ def _head_codes(head: MatmulCost) -> int:
     return head.weights * sum(precision in LOW_BIT for precision in head.precision[:2])
 
 
-def _matmuls(cfg: RunConfig, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:
+def _matmuls(part: Held, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:
     """Yield the matmuls of each kind of blocks, with the number of such blocks."""
-    for kind in kinds_of_blocks(cfg, rank):
-        for layer in of_kind(MatmulCost, block_operations(kind.layer, cfg.attention, kind.rank)):
+    for kind in part.kinds(rank):
+        for layer in of_kind(MatmulCost, block_operations(kind.layer, part.cfg.attention, kind.rank)):
             yield kind.blocks, layer
 
 
-def _fsdp_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, codes: MemoryItem) -> list[MemoryItem]:
+def _fsdp_state(part: Held, codes: MemoryItem) -> list[MemoryItem]:
     """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
+    cfg, layout, sizes = part.cfg, part.layout, part.sizes
     stage, shards, element = layout.zero_stage, layout.shards, rank_of(cfg).element
-    (block, _, outside), experts = fsdp_groups(cfg, size, vocab_size), sum(expert_parameters(cfg))
+    size, block, outside, experts = sizes.parameters, max(sizes.blocks), sizes.outside, sizes.apart
     # Other ranks shard the experts that ranks have between them.
     share = -(-(size - experts) // shards) + -(-experts // layout.expert_shards)
-    moments, state = _moments(cfg, size)
+    moments, state = _moments(part)
     # With what rounding has left, masters in bf16 take as much as in fp32. Gradients have the dtype of the masters.
     master = cfg.optimizer.master
     taken, wide = 2 if master == "bf16_chance" else 4, 4 if master == "fp32" else 2
@@ -192,25 +180,25 @@ def _fsdp_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, code
     return [weights, held, optimizer, codes, *slots]
 
 
-def _moments(cfg: RunConfig, size: int) -> tuple[str, int]:
-    """Return the optimizer's state of a rank with `size` parameters before ZeRO: in words, and in bytes."""
-    muon, moments = muon_parameters(cfg) // cfg.parallel.tensor_parallel_size, cfg.optimizer.moments
+def _moments(part: Held) -> tuple[str, int]:
+    """Return the optimizer's state of a rank before ZeRO: in words, and in bytes."""
+    muon, moments = elements(part.muon_shapes) // part.layout.tensor, part.cfg.optimizer.moments
     many = "moments (one for matrices, two for the rest)" if muon else "two Adam moments"
-    return f"{many} in {moments}", int(_MOMENT_BYTES[moments] * (2 * size - muon))
+    return f"{many} in {moments}", int(_MOMENT_BYTES[moments] * (2 * part.sizes.parameters - muon))
 
 
-def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
+def _orthogonalizing(part: Held) -> list[MemoryItem]:
     """Estimate the update by Muon: the directions of a round of matrices, and what Newton-Schulz steps hold."""
-    shapes = muon_shapes(cfg)
+    shapes = part.muon_shapes
     if not shapes:
         return []
-    of_a_round = max(min(MUON_ROUND, muon_parameters(cfg)), *map(prod, shapes))
+    of_a_round = max(min(MUON_ROUND, elements(shapes)), *map(prod, shapes))
     # Received directions, matrices before and after a step, two squares of their shorter side, and on several ranks
     # matrices whose slices were joined.
     return [MemoryItem("orthogonalizing", 6 * 2 * of_a_round, "Muon's updates of a round of matrices in bf16")]
 
 
-def _reduction(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> tuple[MemoryItem, MemoryItem, float]:
+def _reduction(part: Held) -> tuple[MemoryItem, MemoryItem, float]:
     """Estimate the gradients on their way to other ranks.
 
     The result is the bucket held during backward, the copies made of a full bucket, and the share of the activations
@@ -219,34 +207,35 @@ def _reduction(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> tu
     FSDP2 reduces block by block, and what is outside of the
     blocks after backward. A single replica reduces nothing, and each gradient is added to its sum and freed.
     """
+    sizes, layout = part.sizes, part.layout
     if layout.reduced == "never":
         none = MemoryItem("reduction", 0, "a single replica")
         return none, none, 0.0
     if layout.engine == "fsdp":
-        block, _, outside = fsdp_groups(cfg, size, vocab_size)
         why = "fp32 gradients of two blocks on their way, and those that backward makes of one"
         return (
-            MemoryItem("bucket", (8 + rank_of(cfg).element) * block, why),
-            MemoryItem("reduction", 4 * outside, "fp32 gradients outside of the blocks on their way"),
+            MemoryItem("bucket", (8 + rank_of(part.cfg).element) * max(sizes.blocks), why),
+            MemoryItem("reduction", 4 * sizes.outside, "fp32 gradients outside of the blocks on their way"),
             0.0,
         )
-    return deepspeed_prices.reduction(cfg, layout, size)
+    return deepspeed_prices.reduction(part.cfg, layout, sizes.parameters)
 
 
-def _probe(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[list[MemoryItem]]:
+def _probe(part: Held) -> list[list[MemoryItem]]:
     """Estimate the moments of a probe (stability/quant_noise.py), which runs micro-batches twice and is not compiled.
 
     While the second pass of the last micro-batch runs in 16 bits, the gradients of the first pass are held. After it,
     both gradients and their difference in fp32 are held.
     """
-    if not cfg.stability.quant_noise.every_steps:
+    if not part.cfg.stability.quant_noise.every_steps:
         return []
-    cfg = cfg.model_copy(update={"linear": SIXTEEN_BITS})
-    size -= sum(expert_parameters(cfg))  # Experts that ranks have between them are not probed.
+    cfg = part.cfg.model_copy(update={"linear": SIXTEEN_BITS})
+    # Experts that ranks have between them are not probed.
+    size, vocab_size = part.sizes.parameters - part.sizes.apart, part.vocab_size
     rank = replace(rank_of(cfg), fused=False)
-    kept, running = _activations(cfg, rank)
+    kept, running = _activations(replace(part, cfg=cfg), rank)
     # A single replica takes two micro-batches, and has the sum of the differences from the first micro-batch on.
-    alone = layout.data == 1
+    alone = part.layout.data == 1
     why = "gradients of a probe: stability.quant_noise.every_steps"
     held = MemoryItem("probe", (rank.element + 4 * alone) * size, why)
     largest = max(vocab_size, cfg.model.ffn_hidden_size) * cfg.model.hidden_size // rank.tensor
@@ -257,56 +246,56 @@ def _probe(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[l
     ]
 
 
-def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
+def _linear_errors(part: Held) -> list[list[MemoryItem]]:
     """Estimate the moments of measuring linear layers (stability/linear_errors.py). Nothing is compiled, and every
     block is recomputed.
 
     The moments are the loss, and the backward pass of a block that keeps inputs in 16 bits. Beside the backward pass
     there are a layer's weights in fp32, or later its input.
     """
-    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None:
+    low = part.cfg.linear
+    if not low.low_bit or part.cfg.stability.monitor.every_steps is None:
         return []
-    cfg, low = with_recomputation(cfg, "full"), cfg.linear
-    rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
-    kept, running = _activations(cfg, rank)
-    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for _, layer in _matmuls(cfg, rank))
-    ends, why = end_operations(cfg.model, vocab_size, rank), "a linear layer in fp32: stability.monitor"
+    cfg = with_recomputation(part.cfg, "full")
+    part, rank = replace(part, cfg=cfg), replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
+    kept, running = _activations(part, rank)
+    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for _, layer in _matmuls(part, rank))
+    ends, why = end_operations(cfg.model, part.vocab_size, rank), "a linear layer in fp32: stability.monitor"
     return [
         [kept, *_loss(cfg, rank, ends), *[MemoryItem("monitor", 4 * ends.head.weights, why)] * (low.head != "bf16")],
         [kept, *running, MemoryItem("monitor", largest, why)],
     ]
 
 
-def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
+def _activations(part: Held, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """Estimate the activations that all blocks keep of a micro-batch until backward, and the further memory of the
     block whose backward pass runs."""
+    cfg = part.cfg
 
     def saved_by(layer: LayerSpec, own: Rank) -> int:
         return kept_bytes(block_operations(layer, cfg.attention, own))
 
-    every = kinds_of_blocks(cfg, rank)
-    kinds = [(kind.blocks, kind.rank, saved_by(kind.layer, kind.rank)) for kind in every]
-    wholes = [saved_by(kind.layer, replace(kind.rank, recompute="none")) for kind in every]
-    whole = max(wholes)
-    of_largest = kinds[wholes.index(whole)][2]
-    again = {"none": 0, "full": whole}.get(rank.recompute, whole - of_largest)
-    kept_by = [(count, kept) for count, kind, kept in kinds if kind.recompute != "full"]
-    blocks, saved = sum(count for count, _ in kept_by), sum(count * bytes_ for count, bytes_ in kept_by)
-    inputs = (cfg.model.num_layers - blocks) * rank.element * cfg.model.hidden_size // rank.shards
+    kinds, by_kind = part.kinds(rank), list[tuple[int, int]]()
+    for _, layer, own in kinds:
+        kept = 0 if own.recompute == "full" else saved_by(layer, own)
+        by_kind.append((kept, saved_by(layer, replace(own, recompute="none"))))
+    saved = sum(kind.blocks * kept for kind, (kept, _) in zip(kinds, by_kind, strict=True))
+    again, whole = max(((whole - kept, whole) for kept, whole in by_kind), key=sum)
+    blocks = sum(kind.blocks for kind in kinds if kind.rank.recompute != "full")
+    inputs = (part.num_blocks - blocks) * rank.element * cfg.model.hidden_size // rank.shards
     what = []
     if inputs:
-        what.append(f"input of {many(cfg.model.num_layers - blocks, 'block') if blocks else 'every block'}")
+        what.append(f"input of {many(part.num_blocks - blocks, 'block') if blocks else 'every block'}")
     if blocks:
         how = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
         results = {"selective": "results of matmuls and attention", "attention": "results of attention"}
         how = results.get(rank.recompute, how)
         what.append(f"{saved / blocks:,.0f} bytes per token and block, {how}")
     held = saved + inputs
-    if cfg.training.activation_offload and (away := cfg.model.num_layers - KEPT_BLOCKS) > 0:
-        held -= held * away // cfg.model.num_layers
+    if cfg.training.activation_offload and (away := part.num_blocks - KEPT_BLOCKS) > 0:
+        held -= held * away // part.num_blocks
         what.append(f"of {KEPT_BLOCKS} blocks at a time, the others in the host's memory")
-    kept = MemoryItem("activations", rank.tokens * held, "; ".join(what))
-    return kept, [
+    return MemoryItem("activations", rank.tokens * held, "; ".join(what)), [
         MemoryItem("recomputed", rank.tokens * again, "activations of one block"),
         MemoryItem("workspace", rank.tokens * whole, "gradients inside one block: about what it saved (a guess)"),
     ]

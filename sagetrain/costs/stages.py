@@ -16,9 +16,10 @@ from sagetrain.config.layer_specs import layers as specs
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.config.sections.model import QKNorm
+from sagetrain.costs.accounting import muon_shapes, rank_of
 from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, Operation
 from sagetrain.costs.operations import Rank, block_operations, end_operations
-from sagetrain.model.chunks import ModelChunk
+from sagetrain.model.chunks import ModelChunk, whole
 from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.orders import in_flight, orders
@@ -81,29 +82,31 @@ class BlockKind(NamedTuple):
     """The share of a micro-step that a rank runs in such a block."""
 
 
-def kinds_of_blocks(cfg: RunConfig, rank: Rank) -> list[BlockKind]:
-    """Return the kinds of blocks. Blocks differ in what they compute, in the precision of their linear layers, and in
-    whether they are recomputed."""
-    blocks = cfg.model.num_layers
-    low, again = cfg.linear.low_bit_blocks(blocks), blocks
+def kinds_of_blocks(cfg: RunConfig, rank: Rank, own: Sequence[ModelChunk] = ()) -> list[BlockKind]:
+    """Return the kinds of blocks of some chunks, or of the whole model. Blocks differ in what they compute, in the
+    precision of their linear layers, and in whether they are recomputed."""
+    count = cfg.model.num_layers
+    low, again = cfg.linear.low_bit_blocks(count), count
     if rank.recompute == "full":
-        again = recomputed_blocks(cfg.training.activation_checkpointing, again)
-    return _kinds(cfg.model, cfg.attention.qk_norm, low, again, rank)
+        again = recomputed_blocks(cfg.training.activation_checkpointing, count)
+    return _kinds(cfg.model, cfg.attention.qk_norm, low, again, rank, tuple(own or [whole(count)]))
 
 
 # Proposing layouts asks for the kinds of blocks of the same ranks again and again.
 @functools.lru_cache(maxsize=1024)
-def _kinds(model: ModelConfig, qk_norm: QKNorm, low: range, again: int, rank: Rank) -> list[BlockKind]:
+def _kinds(
+    model: ModelConfig, qk_norm: QKNorm, low: range, again: int, rank: Rank, own: tuple[ModelChunk, ...]
+) -> list[BlockKind]:
     """Return the kinds of blocks, of which those in `low` are in 8 bits and the first `again` are recomputed."""
-    counts: dict[tuple[LayerSpec, Rank], int] = {}
-    kinds = Counter((layer, number in low, number < again) for number, layer in enumerate(specs(model, qk_norm)))
+    every, counts = specs(model, qk_norm), dict[tuple[LayerSpec, Rank], int]()
+    kinds = Counter((every[number], number in low, number < again) for chunk in own for number in chunk.blocks)
     for (layer, is_low, recomputes), count in kinds.items():
-        own = replace(
+        of_kind = replace(
             rank,
             linear=rank.linear if is_low else SIXTEEN_BITS,
             recompute=rank.recompute if recomputes else "none",
         )
-        counts[layer, own] = counts.get((layer, own), 0) + count
+        counts[layer, of_kind] = counts.get((layer, of_kind), 0) + count
     return [BlockKind(count, *kind) for kind, count in counts.items()]
 
 
@@ -112,40 +115,53 @@ class Held:
     """The part of a model on one pipeline stage. Without a pipeline it is the whole model."""
 
     cfg: RunConfig
-    """The configuration with the number of blocks of the stage."""
-    parameters: int
-    """The parameters of a tensor-parallel rank."""
-    first: bool
-    """Whether the stage has the embedding."""
-    last: bool
-    """Whether the stage has the output projection and the loss."""
+    """The configuration of the whole model."""
+    layout: Layout
+    vocab_size: int
+    chunks: tuple[ModelChunk, ...]
     kept: float
     """The number of micro-batches whose activations the stage keeps at once."""
+
+    @property
+    def first(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.chunks[0].first
+
+    @property
+    def last(self) -> bool:
+        """Whether the stage has the output projection and the loss."""
+        return self.chunks[-1].last
+
+    @functools.cached_property
+    def num_blocks(self) -> int:
+        """The number of the stage's blocks."""
+        return sum(len(chunk.blocks) for chunk in self.chunks)
+
+    def kinds(self, rank: Rank) -> list[BlockKind]:
+        """Return the kinds of the stage's blocks (kinds_of_blocks)."""
+        return kinds_of_blocks(self.cfg, rank, self.chunks)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The parameters of a tensor-parallel rank."""
+        cfg, layout = self.cfg, self.layout
+        return _sizes(cfg.model, cfg.attention, self.vocab_size, layout.tensor, layout.experts, self.chunks)
+
+    @functools.cached_property
+    def muon_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The whole shapes of the matrices that Muon updates."""
+        return muon_shapes(self.cfg, tuple(number for chunk in self.chunks for number in chunk.blocks))
 
 
 def different_stages(cfg: RunConfig, vocab_size: int) -> list[int]:
     """Return the pipeline stages that differ in what they have. Of equal stages it is the first one, which keeps the
     most micro-batches."""
-    again, found = cfg.training.activation_checkpointing, dict[tuple[object, ...], int]()
-    stages = cfg.parallel.pipeline_parallel_size
-    every, layers = chunks(cfg, vocab_size), specs(cfg.model)
+    found = dict[tuple[object, ...], int]()
+    stages, every, rank = cfg.parallel.pipeline_parallel_size, chunks(cfg, vocab_size), rank_of(cfg)
     for stage in range(stages):
         own = every[stage::stages]
-        recomputed = _recomputed(again, own) if isinstance(again, int) else 0
-        blocks, dense = sum(len(chunk.blocks) for chunk in own), _dense(cfg.model, own)
-        valued = sum(layers[number].value_embeddings for chunk in own for number in chunk.blocks)
-        found.setdefault((blocks, dense, valued, recomputed, own[0].first, own[-1].last), stage)
+        found.setdefault((frozenset(kinds_of_blocks(cfg, rank, own)), own[0].first, own[-1].last), stage)
     return [*found.values()]
-
-
-def _dense(model: ModelConfig, own: Sequence[ModelChunk]) -> int:
-    """Return how many blocks of these chunks have no experts, in a model that has experts."""
-    return _recomputed(model.experts.dense_layers, own) if model.experts else 0
-
-
-def _recomputed(again: int, own: Sequence[ModelChunk]) -> int:
-    """Return how many blocks of these chunks are among the first `again` blocks of the model, which are recomputed."""
-    return sum(len(range(chunk.blocks.start, min(chunk.blocks.stop, again))) for chunk in own)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -157,54 +173,52 @@ def _in_flight(stages: int, per_stage: int, micros: int) -> list[int]:
 def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     """Return the part of a model on a pipeline stage, and what the stage keeps at the largest number of tokens per
     step."""
-    own = tuple(chunks_of_stage(cfg, vocab_size, stage))
-    first, last = own[0].first, own[-1].last
-    size = _parameters(cfg.model, cfg.attention, vocab_size, layout.tensor, own) - _elsewhere(cfg, own)
-    if layout.stages == 1:
-        return Held(cfg, size, first, last, 1.0)
-    blocks = sum(len(chunk.blocks) for chunk in own)
-    micros = max(cfg.tokens_per_step.named_tokens.values()) // layout.micro_step
-    # Of many micro-batches no more are kept than of a few rounds.
-    micros = min(max(1, micros), 4 * layout.stages)
-    passes = _in_flight(layout.stages, layout.chunks, micros)[stage]
-    again = cfg.training.activation_checkpointing
-    if isinstance(again, int):
-        again = _recomputed(again, own)
-    windows, numbers = cfg.model.windows, [number for chunk in own for number in chunk.blocks]
-    if windows is not None:
-        letters = "".join(windows.pattern[number % len(windows.pattern)] for number in numbers)
-        windows = windows.model_copy(update={"pattern": letters})
-    experts = cfg.model.experts
-    if experts is not None:
-        dense = _dense(cfg.model, own)
-        experts = None if dense == blocks else experts.model_copy(update={"dense_layers": dense})
-    every = specs(cfg.model)
-    tables = any(every[number].value_embeddings for number in numbers)
-    model = {"num_layers": blocks, "windows": windows, "experts": experts, "value_embeddings": tables}
-    part = cfg.changed({"model": model, "training": {"activation_checkpointing": again}})
-    return Held(part, size, first, last, passes / len(own))
+    own, kept = tuple(chunks_of_stage(cfg, vocab_size, stage)), 1.0
+    if layout.stages > 1:
+        micros = max(cfg.tokens_per_step.named_tokens.values()) // layout.micro_step
+        # Of many micro-batches no more are kept than of a few rounds.
+        micros = min(max(1, micros), 4 * layout.stages)
+        kept = _in_flight(layout.stages, layout.chunks, micros)[stage] / len(own)
+    return Held(cfg, layout, vocab_size, own, kept)
 
 
-def _elsewhere(cfg: RunConfig, own: Sequence[ModelChunk]) -> int:
-    """Return the parameters of the experts of these chunks that other ranks have."""
-    ranks, blocks = cfg.parallel.expert_parallel_size, sum(len(chunk.blocks) for chunk in own) - _dense(cfg.model, own)
-    if ranks == 1 or (experts := cfg.model.experts) is None:
-        return 0
-    return 3 * blocks * experts.ffn_size * cfg.model.hidden_size * (experts.number - experts.number // ranks)
+class Sizes(NamedTuple):
+    """Numbers of parameters of a pipeline stage on one tensor-parallel rank. Matrices are cut, and gains are on every
+    rank."""
+
+    parameters: int
+    """All parameters."""
+    blocks: tuple[int, ...]
+    """The parameters of each block that FSDP2 gathers and reduces together (engines/sharding.py), experts included."""
+    experts: tuple[int, ...]
+    """The rank's experts in each block that has some."""
+    apart: int
+    """All experts, where ranks have those of a layer between them. They are then not gathered with their blocks."""
+
+    @property
+    def outside(self) -> int:
+        """Everything outside of blocks, the gains of norms and routers included."""
+        return self.parameters - sum(self.blocks)
 
 
 # Many layouts are proposed for one model, and each of them asks for these counts.
 @functools.lru_cache(maxsize=256)
-def _parameters(
-    model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int, own: tuple[ModelChunk, ...]
-) -> int:
-    """Count the parameters of a stage on one tensor-parallel rank. Matrices are cut, and gains are on every rank."""
+def _sizes(
+    model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor: int, ranks: int,
+    own: tuple[ModelChunk, ...],
+) -> Sizes:  # fmt: skip
+    """Count the parameters of some chunks, where so many ranks have the experts of a layer between them."""
     first, last = own[0].first, own[-1].last
+    parameters = 0
+    blocks, experts = ({number: 0 for chunk in own for number in chunk.blocks} for _ in range(2))
     ends = {"embedding": first or (last and model.tie_embeddings), "head": last}
-    layers = {number for chunk in own for number in chunk.blocks}
-    here = (
-        spec
-        for spec in tensors(model, attention, vocab_size)
-        if (spec.layer in layers if isinstance(spec.layer, int) else ends[spec.layer])
-    )
-    return sum(spec.size // slices_of(spec, tensor_parallel) for spec in here if spec.kind != "state")
+    for spec in tensors(model, attention, vocab_size):
+        if spec.kind == "state" or not (ends[spec.layer] if isinstance(spec.layer, str) else spec.layer in blocks):
+            continue
+        size = spec.size // (ranks if spec.cut == "experts" else slices_of(spec, tensor))
+        parameters += size
+        if isinstance(spec.layer, int) and not spec.wide and spec.kind != "gain":
+            blocks[spec.layer] += size
+            experts[spec.layer] += size * (spec.cut == "experts")
+    of_experts = tuple(filter(None, experts.values()))
+    return Sizes(parameters, tuple(blocks.values()), of_experts, sum(of_experts) * (ranks > 1))

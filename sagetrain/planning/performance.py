@@ -14,16 +14,16 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
+from sagetrain.config.arithmetic import attention_calls, parts_of
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs import deepspeed_prices
-from sagetrain.costs.accounting import flops_per_token, fsdp_groups, muon_parameters, muon_shapes, overlaps, rank_of
-from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives, expert_exchanges
+from sagetrain.costs.accounting import elements, flops_per_token, overlaps, rank_of
+from sagetrain.costs.collective_costs import collectives, expert_exchanges
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.operation_kinds import AttentionCost, MatmulCost, Operation, PassCost, of_kind
 from sagetrain.costs.operations import DELTA_RULE, block_operations, end_operations
-from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
+from sagetrain.costs.stages import different_stages, held
 from sagetrain.optim.owners import MUON_ROUND, cost, owners
 from sagetrain.planning.offload import activation_seconds, offload_seconds, spared_bytes
 from sagetrain.planning.prediction import CollectiveTime, StepPrediction
@@ -130,10 +130,9 @@ class _Step:
         self, cfg: RunConfig, layout: Layout, vocab_size: int, hardware: Hardware, span: float | None, stage: int
     ):
         part = held(cfg, layout, vocab_size, stage)
-        cfg = part.cfg
-        self.cfg, self.hardware, self.part, layers = cfg, hardware, part, cfg.model.num_layers
-        self.vocab_size, self.layout, tensor_size = vocab_size, layout, layout.tensor
-        self.parameters = part.parameters
+        self.cfg, self.hardware, self.part = cfg, hardware, part
+        self.layout, tensor_size = layout, layout.tensor
+        self.parameters = part.sizes.parameters
         self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // layout.micro_step)
         inside = 1 < tensor_size <= hardware.gpus_per_host
         copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
@@ -142,15 +141,15 @@ class _Step:
         self.parts = parts_of(self.rank.tokens, tensor_size, self.overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, self.overlap) > 1
         """True if each part has an attention of its own."""
+        self.kinds = part.kinds(self.rank)
+        self.low = sum(kind.blocks for kind in self.kinds if kind.rank.linear.low_bit)
+        """The number of blocks in 8 bits."""
         self.blocks = tuple(
-            (kind.blocks, block_operations(kind.layer, cfg.attention, kind.rank))
-            for kind in kinds_of_blocks(cfg, self.rank)
+            (kind.blocks, block_operations(kind.layer, cfg.attention, kind.rank)) for kind in self.kinds
         )
         """The number of blocks of each kind with their operations."""
-        self.again = recomputed_blocks(cfg.training.activation_checkpointing, layers) or layers
-        """The number of blocks that compute collectives again, where any block does."""
         self.ends = end_operations(cfg.model, vocab_size, self.rank)
-        self.collectives = collectives(cfg.model, cfg.attention, self.rank, self.parts)
+        self.collectives = collectives(part, self.rank, self.parts)
 
     def compute(self) -> tuple[float, float, float]:
         """Return the seconds of a micro-step's matmuls, attention and data movement."""
@@ -167,9 +166,9 @@ class _Step:
         short ones, its time decides."""
         if not self.layout.recorded:
             return 0.0
-        layers, hardware = self.cfg.model.num_layers, self.hardware
-        low = len(self.cfg.linear.low_bit_blocks(layers))
-        blocks = self.parts * (layers * hardware.short_block_seconds + low * hardware.short_low_bit_seconds)
+        hardware = self.hardware
+        seconds = self.part.num_blocks * hardware.short_block_seconds + self.low * hardware.short_low_bit_seconds
+        blocks = self.parts * seconds
         return blocks * max(0.0, 1 - self.rank.tokens / _SHORT_TOKENS)
 
     def precisions(self) -> Iterator[tuple[float, float]]:
@@ -190,7 +189,7 @@ class _Step:
         there all parts are added up."""
         shards, moved = self.rank.shards, {"all-gather": 4, "reduce-scatter": self.rank.shards + 3}
         return self.rank.copies * sum(
-            self._calls(call) * moved.get(call.kind, 0) * call.payload / shards
+            call.calls * moved.get(call.kind, 0) * call.payload / shards
             for call in self.collectives
             if call.axis == "tensor"
         )
@@ -215,7 +214,7 @@ class _Step:
         how = (1.0, self._copy_latency) if self.rank.copies else (OVERLAP, 0.0)
         result = []
         for call in self.collectives:
-            count = self.accumulation * self._calls(call)
+            count = self.accumulation * call.calls
             alone = self._collective(call.axis, f"{call.moment}: {call.what}", call.kind, count, call.payload)
             result.append(alone if call.beside == "nothing" else _beside(alone, company[call.beside], *how))
         return [
@@ -248,10 +247,11 @@ class _Step:
         """Return the exchange of Muon's directions and updates, each in bf16, between the ranks that share matrices."""
         shards = self.layout.shards
         ranks = self.rank.tensor * shards
-        sent = 2 * muon_parameters(self.cfg) // ranks
+        shapes = self.part.muon_shapes
+        sent = 2 * elements(shapes) // ranks
         if ranks == 1 or not sent:
             return []
-        rounds = max(len(set(muon_shapes(self.cfg))), -(-sent // (2 * MUON_ROUND)))
+        rounds = max(len(set(shapes)), -(-sent // (2 * MUON_ROUND)))
         axis, part = ("data", (shards, 1)) if shards > 1 else ("tensor", None)
         return [self._collective(axis, "matrices of Muon", "all-to-all", 2 * rounds, sent // rounds, part)]
 
@@ -261,21 +261,21 @@ class _Step:
         part = hardware.part_launch_seconds if self.rank.fused else hardware.eager_launch_seconds
         call = hardware.copy_launch_seconds if self.rank.copies else hardware.collective_launch_seconds
         # The rates were fitted to the calls of one forward and one backward pass, without the gains.
-        calls = sum(c.per_block for c in self.collectives if c.what in (INTO, OUT) and c.moment != "recomputed")
-        low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
+        around = self.parts * (1 + self.rank.sequence_parallel) * (self.rank.tensor > 1)
+        calls = around * sum(kind.blocks * len(kind.layer.linear_layers(1)) for kind in self.kinds)
         ranks = max(0, min(self.rank.tensor, _LAUNCHED) - 2) * hardware.low_bit_rank_seconds
         # INT8's figure is of one GPU. Under tensor parallelism it takes the host at least as long as FP8 (12 layers of
         # 7B, 2026-11-28, results/log/layouts.md).
         precision = "fp8" if self.rank.tensor > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
-        beside = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
-        block = hardware.block_launch_seconds + self.parts * part + calls * call
+        beside = calls * call + self.low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
+        block, blocks = hardware.block_launch_seconds + self.parts * part, self.part.num_blocks
         for count, operations in self.blocks:
             rules = [part for part in of_kind(AttentionCost, operations) if part.backends == (DELTA_RULE,)]
             beside += count * len(rules) * hardware.delta_launch_seconds
         launched = 0 if self.layout.recorded else self.accumulation
         hooks = launched * hardware.hooks_block_seconds if self.layout.hooks == "never" else 0.0
         replays = (self.accumulation - launched) * _REPLAY_SECONDS
-        return launched * (self.cfg.model.num_layers * block + beside) - self.cfg.model.num_layers * hooks + replays
+        return launched * (blocks * block + beside) - blocks * hooks + replays
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the engine's passes over gradients, Adam, and new weights."""
@@ -310,7 +310,7 @@ class _Step:
     def orthogonalizing_seconds(self) -> float:
         """Return the seconds that Muon's update takes beyond AdamW's, on the rank that has most to do. At ZeRO 0 every
         replica updates all matrices."""
-        shapes, hardware, steps = muon_shapes(self.cfg), self.hardware, self.cfg.optimizer.muon.steps
+        shapes, hardware, steps = self.part.muon_shapes, self.hardware, self.cfg.optimizer.muon.steps
         if not shapes:
             return 0.0
         ranks, seconds = self.rank.tensor * (self.layout.replicas if self.layout.zero_stage else 1), {}
@@ -364,11 +364,6 @@ class _Step:
             speeds[name] = rate.at(attention.head_dim, attention.span)
         return speeds
 
-    def _calls(self, call: CollectiveCost) -> int:
-        """Return the number of calls of a collective in a micro-step."""
-        blocks = self.again if call.moment == "recomputed" else self.cfg.model.num_layers
-        return max(0, blocks - call.dense) * call.per_block + (call.at_ends if self.part.first or self.part.last else 0)
-
     def _collective(
         self, axis: str, purpose: str, kind: str, count: int, payload: int, part: tuple[int, int] | None = None
     ) -> CollectiveTime:
@@ -408,24 +403,28 @@ class _Step:
         a micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
         """
         layout, shards, element, copied = self.layout, self.layout.shards, self.rank.element, self._blocks_by_copies
-        _, blocks, outside = fsdp_groups(self.cfg, self.parameters, self.vocab_size, apart=True)
-        block = blocks // self.cfg.model.num_layers
+        sizes, count = self.part.sizes, self.part.num_blocks
+        block = (sum(sizes.blocks) - sizes.apart) // count
         backward, reduced = 2 * compute / 3, self.accumulation if layout.reduced == "in every micro-step" else 1
 
         def groups(
             purpose: str, kind: str, times: int, alone: int, width: float, part: tuple[int, int], beside: float
         ) -> Iterator[CollectiveTime]:
-            count, axis = times * self.cfg.model.num_layers, "copies" if copied else "data"
-            blocks = self._collective(axis, purpose, kind, count, int((element if copied else width) * block), part)
+            axis = "copies" if copied else "data"
+            blocks = self._collective(
+                axis, purpose, kind, times * count, int((element if copied else width) * block), part
+            )
             how = (1.0, self._copy_latency) if copied else (OVERLAP, 0.0)
             blocks = _beside(blocks, times * beside, *how)
             # As measured, that is never faster than ZeRO 1, which moves as much once a step.
-            once = self._collective("data", purpose, kind, self.cfg.model.num_layers, int(width * block), part)
+            once = self._collective("data", purpose, kind, count, int(width * block), part)
             least = (
                 _beside(once, min(beside, compute / 3) if kind == "all-gather" else beside).exposed if copied else 0.0
             )
             yield dataclasses.replace(blocks, exposed=max(blocks.exposed, least))
-            yield self._collective("data", f"{purpose} outside of blocks", kind, alone, int(width * outside), part)
+            yield self._collective(
+                "data", f"{purpose} outside of blocks", kind, alone, int(width * sizes.outside), part
+            )
 
         if shards > 1:
             times, beside = (2 * self.accumulation, compute / 2) if layout.zero_stage == 3 else (1, compute / 3)
@@ -434,7 +433,7 @@ class _Step:
         if (copies := layout.copies) > 1:
             purpose = "gradients of copies" if shards > 1 else "gradients"
             yield from groups(purpose, "all-reduce", 1, 1, 4 / shards, (copies, shards), backward)
-        for each in expert_exchanges(self.cfg, layout, element, reduced, self.parts):
+        for each in expert_exchanges(self.part, element, reduced, self.parts):
             yield self._collective(*each)
 
 

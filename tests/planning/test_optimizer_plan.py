@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from sagetrain.config.load import load_config
-from sagetrain.costs.accounting import muon_parameters, num_parameters, save_host_bytes, total_bytes
+from sagetrain.costs.accounting import elements, muon_shapes, num_parameters, save_host_bytes, total_bytes
 from sagetrain.costs.hardware import HARDWARE, Hardware, cluster_of
 from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning.changes import overrides_to
@@ -42,7 +42,7 @@ def test_memory_follows_moments_and_masters() -> None:
     for overrides, expected in cases.items():
         assert optimizer_bytes(*overrides) == pytest.approx(expected, abs=4), overrides
     muon = load_config(CONFIG, ["optimizer.name=muon"])
-    assert muon_parameters(muon) == MATRICES
+    assert elements(muon_shapes(muon)) == MATRICES
     saved = [save_host_bytes(load_config(CONFIG, more), 8, VOCAB) for more in ([], ["optimizer.name=muon"])]
     assert saved[0] - saved[1] == pytest.approx(4 * MATRICES / 8, abs=4)
 

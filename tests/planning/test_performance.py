@@ -87,9 +87,9 @@ def test_tensor_parallelism_adds_two_sums_a_block_and_direction():
     one, two = (predict(config("325m", *layout_of(n)), n, VOCAB, SIMPLE) for n in (1, 2))
     assert two.matmul == pytest.approx(one.matmul / 2)
     assert two.attention == pytest.approx(one.attention / 2)
-    forward, backward, head, gains = two.collectives
+    forward, backward, gains, head = two.collectives
     # Each collective is for half of a micro-batch.
-    assert [c.count for c in two.collectives] == [8 * 2 * 41, 8 * 2 * 40, 8 * 2, 8 * 20]
+    assert [c.count for c in two.collectives] == [8 * 2 * 41, 8 * 2 * 40, 8 * 20, 8 * 2]
     assert forward.payload == 4 * 4096 * 1024 * 2
     assert forward.wire_bytes == 8 * 2 * 41 * forward.payload  # 2 (n - 1) / n is 1 here.
     waited = (1 - OVERLAP) * forward.wire_bytes + (1 - OVERLAP) * backward.wire_bytes + head.wire_bytes
@@ -141,6 +141,10 @@ def test_a_micro_batch_without_halves_waits_for_most_sums():
     slow = predict(cfg, 2, VOCAB, dataclasses.replace(SIMPLE, nvlink_bandwidth=1e9))
     weights = 20 * 2 * 262_080 * 1024 * (3 * 1024 + 2 * 3072) / 2 / 1e14
     assert slow.collectives[1].exposed == pytest.approx(backward.wire_bytes / 1e9 - OVERLAP * weights)
+    # Where two layers read what q, k and v read, both gradients are added up before the sum begins.
+    valued = cfg.model_copy(update={"model": cfg.model.model_copy(update={"value_embeddings": True})})
+    rows = [c for c in predict(valued, 2, VOCAB, SIMPLE).collectives if c.purpose == backward.purpose]
+    assert {c.count: c.exposed == c.seconds for c in rows} == {64 * 30: False, 64 * 10: True}
 
 
 @pytest.mark.parametrize(("dtype", "stage", "per_step", "per_micro_step"), [

@@ -56,7 +56,7 @@ def test_figures_are_those_of_the_order(stages: int, chunks: int, micros: int) -
         part = held(cfg, layout, VOCAB, stage)
         assert part.kept == in_flight(order[stage]) / chunks
         kept = next(item for item in _memory(cfg, layout, VOCAB, stage) if item.name == "activations")
-        one, _ = _activations(part.cfg, rank_of(part.cfg))
+        one, _ = _activations(part, rank_of(cfg))
         assert kept.bytes == pytest.approx(part.kept * one.bytes, rel=1e-6)
 
 

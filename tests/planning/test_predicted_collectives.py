@@ -152,7 +152,7 @@ def shared_experts(cases: Sequence[tuple[int, int, int]]) -> list[tuple[dict, di
             with Calls(1, (torch.bfloat16, torch.float32, torch.int64)) as calls:
                 tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
             found[ranks] = calls.seen, predicted_collectives(cfg, groups.topology.world_size, least=0)
-            here = held(cfg, Layout.of(cfg, 4), tiny.VOCAB, 0).parameters
+            here = held(cfg, Layout.of(cfg, 4), tiny.VOCAB, 0).sizes.parameters
             assert here == sum(leaf.numel() for leaf in engine.leaves().values())
             kept = sum(each.stop - each.start for each in engine.owned() if each.spec.kind != "state")
             items = {item.name: item.bytes for item in memory_per_rank(cfg, 4, tiny.VOCAB)}

@@ -76,9 +76,11 @@ class Watched(torch.nn.Module):
         return tensor
 
 
-def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups | None = None) -> float:
-    """Return the bytes that autograd keeps of the second block, without parameters, rotary tables and other small
-    tensors."""
+def saved_bytes_per_token(
+    cfg: RunConfig, compiled: bool, groups: ParallelGroups | None = None, number: int = 1
+) -> float:
+    """Return the bytes that autograd keeps of the block with this number, without parameters, rotary tables and other
+    small tensors."""
     groups, sharded = groups or ParallelGroups.single(), cfg.parallel.sequence_parallel
     how = {"sequence_parallel": sharded, "activation_checkpointing": cfg.training.activation_checkpointing}
     place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.bfloat16}
@@ -88,15 +90,15 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     torch._dynamo.reset()
     # inductor's partition of forward and backward decides what is saved. This backend uses it and needs no compiler.
     if compiled:
-        whole = network.functions[1].traceable
-        network.blocks[1].compile(fullgraph=whole, backend="aot_eager_decomp_partition")
+        whole = network.functions[number].traceable
+        network.blocks[number].compile(fullgraph=whole, backend="aot_eager_decomp_partition")
     tokens = torch.zeros(cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size, dtype=torch.long)
     layouts = network._layouts(tokens, None, None, None)
     network._layouts = lambda *_: layouts
     if cfg.training.compile == "on":  # A rank that compiles nothing calls the collectives as well.
         network(tokens)
     selective = cfg.training.activation_checkpointing in ("selective", "attention")
-    watched = network.blocks[1] = Watched(network.blocks[1], selective and not compiled)
+    watched = network.blocks[number] = Watched(network.blocks[number], selective and not compiled)
     logits = network(tokens)
     assert logits.requires_grad  # Logits that require a gradient keep the graph and its saved tensors alive.
     if watched.beside:
