@@ -93,6 +93,29 @@ def test_compiled_model_equals_eager(backend: str, packed: bool) -> None:
         assert (fused_gradients[name] - gradient).norm() < 0.1 * gradient.norm(), name
 
 
+def test_embeddings_of_values_are_beside_those_in_fp32() -> None:
+    """Tables and gates get gradients in compiled blocks in bf16. The fp32 model is not compiled."""
+    shape, draw = SHAPE.model_copy(update={"value_embeddings": True}), torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 1024, (2, 512), generator=draw).cuda()
+    place = {"vocab_size": 1024, "groups": SINGLE, "device": torch.device("cuda")}
+    wide, narrow = (
+        tiny.transformer(shape, AttentionConfig(backend="sdpa"), dtype=dtype, **place)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    torch.nn.init.normal_(narrow.get_parameter("blocks.1.attention.gates.values"), std=0.1)
+    wide.load_state_dict(narrow.state_dict())
+    compile_blocks(narrow)
+    losses = [model(tokens, tokens) for model in (wide, narrow)]
+    for loss in losses:
+        loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
+    exact = dict(wide.named_parameters())
+    assert {name.rpartition("attention.")[2] for name in exact} >= {"values", "gates.values"}
+    for name, parameter in narrow.named_parameters():
+        error = (parameter.grad.float() - exact[name].grad).norm() / exact[name].grad.norm()
+        assert error < 0.03, f"{name}: {error:.4f}"
+
+
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let kernels give the same bits each time. torch.empty is filled with nan then."""
