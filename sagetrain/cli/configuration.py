@@ -31,14 +31,15 @@ def named(
 def checked(config: Path, overrides: list[str], world_size: int, show: bool) -> tuple[Any, list[Finding]]:
     """Load and check a configuration. Raises ConfigError here, before any process group starts. With `show`, other
     findings are printed."""
-    from sagetrain.config.check import accept
+    from sagetrain.config.check import accepted, check
     from sagetrain.config.load import load_config
     from sagetrain.data.remote_blocks import fetch_sources
     from sagetrain.data.tokenizer import known_vocab_size
 
     cfg = load_config(config, overrides)
     fetch_sources(cfg.data)
-    findings = accept(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
+    found = check(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
+    findings = accepted(found)
     if show:
         for line in at_start(findings):
             warn(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from sagetrain.config.earlier_run import MeasuredRun
@@ -62,20 +61,8 @@ def placed(findings: Iterable[Finding], path: str | Path | None, overrides: Sequ
     return sorted(findings, key=lambda finding: _ORDER[finding.level])
 
 
-def accept(
-    cfg: RunConfig,
-    world_size: int,
-    *,
-    vocab_size: int | None = None,
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    others: Iterable[Finding] = (),
-    tokens_given: bool = False,
-) -> list[Finding]:
-    """Return the findings of a run that is about to start; its arguments are those of `check`. Raises ConfigError if
-    some findings are errors. The message has all of these."""
-    given = partial(check, vocab_size=vocab_size, path=path, overrides=overrides, tokens_given=tokens_given)
-    findings = given(cfg, world_size, others=others)
+def accepted(findings: list[Finding]) -> list[Finding]:
+    """Return the findings of a run that is about to start. Raises ConfigError with all errors among them."""
     if errors := [str(finding) for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
     return findings

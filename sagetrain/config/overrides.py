@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
-from pathlib import Path
 
 import yaml
 
+from sagetrain.config import yaml_nodes
 from sagetrain.config.errors import ConfigError
 
 ConfigChanges = Mapping[str, object] | Sequence[str]
@@ -27,25 +26,10 @@ def assignments(overrides: ConfigChanges) -> list[str]:
     return [f"{key}={_yaml(value)}" for key, value in overrides.items()]
 
 
-class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes paths as text, and a number of numpy as the number that it shows."""
-
-    def other(self, value: object) -> yaml.Node:
-        """Write what YAML does not know. Raises YAMLError unless it is a path or a number."""
-        if isinstance(value, Path):
-            return self.represent_str(str(value))
-        if isinstance(value, Integral):
-            return self.represent_int(int(value))
-        return self.represent_float(float(str(value))) if isinstance(value, Real) else self.represent_undefined(value)
-
-
-_Dumper.add_representer(None, _Dumper.other)  # type: ignore[arg-type]  # None stands for all other types.
-
-
 def _yaml(value: object) -> str:
     """Return a value as YAML on one line."""
     try:
-        text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=1 << 30, allow_unicode=True)
+        text = yaml_nodes.dump(value, flow=True)
     except (yaml.YAMLError, ValueError) as error:
         fix = "give numbers, texts, lists or mappings"
         raise ConfigError(f"{value!r} is no value of a configuration: {fix}") from error

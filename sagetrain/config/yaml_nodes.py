@@ -12,6 +12,8 @@ import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -99,8 +101,18 @@ class _Dumper(yaml.SafeDumper):
             return self.represent_scalar("tag:yaml.org,2002:float", f"{data:.1f}")
         return super().represent_float(data)
 
+    def other(self, value: object) -> yaml.Node:
+        """Write a path as text, and a number of numpy as the number that it shows. Raises YAMLError for what is
+        neither."""
+        if isinstance(value, Path):
+            return self.represent_str(str(value))
+        if isinstance(value, Integral):
+            return self.represent_int(int(value))
+        return self.represent_float(float(str(value))) if isinstance(value, Real) else self.represent_undefined(value)
+
 
 _Dumper.add_representer(float, _Dumper.represent_float)
+_Dumper.add_representer(None, _Dumper.other)  # type: ignore[arg-type]  # None stands for all other types.
 
 
 for _tag, _pattern, _first in _RESOLVERS:
@@ -146,9 +158,13 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
     return value, lines, problems
 
 
-def dump(value: Any) -> str:
-    """Return plain values as block-style YAML, with the keys in the given order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=False)
+def dump(value: Any, flow: bool = False) -> str:
+    """Return plain values as block-style YAML, with the keys in the given order; with `flow` on one line."""
+    width = 1 << 30 if flow else 120
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, width=width, default_flow_style=flow, allow_unicode=flow
+    )
+    return text
 
 
 def _value(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[YamlProblem]) -> Any:

@@ -16,7 +16,7 @@ from sagetrain.cluster import preflight
 from sagetrain.cluster.guard import StopSignal, alone
 from sagetrain.cluster.join import end_distributed
 from sagetrain.cluster.launcher import launched
-from sagetrain.config.check import accept
+from sagetrain.config.check import accepted, check
 from sagetrain.config.errors import ConfigError, Finding, at_start
 from sagetrain.config.load import load_config
 from sagetrain.config.rules.layout import whole_sequences
@@ -56,9 +56,8 @@ def _accepted(
     if given and not callable(tokens):
         raise ConfigError(f"tokens: {tokens!r} cannot be called; give a function of the index of a sequence")
     others = whole_sequences(cfg) if is_by_sequence(loss) else ()
-    findings = accept(
-        cfg, world_size, vocab_size=vocab_size, path=path, overrides=texts, others=others, tokens_given=given
-    )
+    found = check(cfg, world_size, vocab_size=vocab_size, path=path, overrides=texts, others=others, tokens_given=given)
+    findings = accepted(found)
     lines = at_start(findings)
     if loss is not None:
         try_out(loss, cfg.model.vocab_size or vocab_size or 0, cfg.data.micro_batch_size)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, other_names, yaml_nodes
 from sagetrain.config.check import check
 from sagetrain.config.load import config_path, located, saved_config
+from sagetrain.config.overrides import assignments
 from sagetrain.config.reference import keys
 from sagetrain.config.rules.findings import About
 
@@ -117,6 +118,13 @@ def test_overrides(tmp_path):
     assert config.optimizer.betas == (0.8, 0.99)
     assert (config.evaluation.samples_prompts, config.stability.monitor.layers) == (["Once"], [1])
     assert load_config(write(tmp_path, GOOD), ["optimizer.betas.1=0.99"]).optimizer.betas == (0.9, 0.99)
+
+
+def test_a_text_that_python_gives_stays_a_text(tmp_path):
+    """YAML 1.1 would leave out the quotes around 1e5, and 1e16 would come back as a whole number."""
+    values = {"training.run_dir": "1e5", "data.tokenizer": Path("on"), "optimizer.lr_of": {"head": 1e16}}
+    config = load_config(write(tmp_path, GOOD), assignments(values))
+    assert (config.training.run_dir, config.data.tokenizer, config.optimizer.lr_of.head) == ("1e5", "on", 1e16)
 
 
 def test_every_problem_is_reported_at_once_with_its_place(tmp_path):

@@ -25,7 +25,21 @@ class ConstantTokens(Section):
         return {"tokens_per_step.tokens": self.tokens}
 
 
-class RampTokens(Section):
+class _Rounded(Section):
+    """A schedule whose tokens per step are multiples of `multiple`."""
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        tokens = {name: getattr(self, name, None) for name in ("start", "end", "floor", "ceiling", "multiple")}
+        return {f"tokens_per_step.{name}": each for name, each in tokens.items() if each is not None}
+
+    @property
+    def rounding(self) -> int:
+        """The value of `multiple`, or its default: the largest number that divides the others."""
+        return self.named_tokens.get("tokens_per_step.multiple", math.gcd(*self.named_tokens.values()))
+
+
+class RampTokens(_Rounded):
     """Tokens per step that change linearly with the tokens seen, from start to end (up or down), and stay constant
     afterwards."""
 
@@ -39,16 +53,6 @@ class RampTokens(Section):
     multiple: PositiveInt | None = None
     """The ramp's tokens per step are rounded down to multiples of this many tokens, on any number of ranks alike. Must
     be a whole number of micro-steps in every layout used. Default: the largest number that divides both ends."""
-
-    @property
-    def named_tokens(self) -> dict[str, int]:
-        named = {"start": self.start, "end": self.end, "multiple": self.multiple}
-        return {f"tokens_per_step.{name}": tokens for name, tokens in named.items() if tokens is not None}
-
-    @property
-    def rounding(self) -> int:
-        """The value of `multiple`, or its default."""
-        return self.multiple or math.gcd(self.start, self.end)
 
 
 class Stage(Section):
@@ -98,7 +102,7 @@ class StagedTokens(Section):
         return {f"tokens_per_step.stages.{i}.tokens": self.stages[i].tokens for i in self.own}
 
 
-class NoiseAwareTokens(Section):
+class NoiseAwareTokens(_Rounded):
     """Tokens per step that are decided while training: as many as leave enough gradient noise to hide the quantization
     error. Needs stability.noise_scale and stability.quant_noise."""
 
@@ -122,16 +126,6 @@ class NoiseAwareTokens(Section):
     multiple: PositiveInt | None = None
     """Tokens per step are multiples of this many tokens, on any number of ranks alike. Must be a whole number of
     micro-steps in every layout used. Default: the largest number that divides start, floor and ceiling."""
-
-    @property
-    def named_tokens(self) -> dict[str, int]:
-        named = {"start": self.start, "floor": self.floor, "ceiling": self.ceiling, "multiple": self.multiple}
-        return {f"tokens_per_step.{name}": tokens for name, tokens in named.items() if tokens is not None}
-
-    @property
-    def rounding(self) -> int:
-        """The value of `multiple`, or its default."""
-        return self.multiple or math.gcd(self.start, self.floor, self.ceiling)
 
 
 TokensPerStepConfig = Annotated[
