@@ -44,6 +44,7 @@ _NO_SCHEDULE = {
     "noise_aware_bounds",
     "noise_aware_multiple",
     "ramp_multiple",
+    "ramp_too_fine",
     "stages_in_order",
     "warmup_before_end",
     "whole_micro_steps",

@@ -212,6 +212,8 @@ CASES = [
      "ramp_multiple", "error", "tokens_per_step.start", "10240: is not a multiple of tokens_per_step.multiple 4096", "use 8192 or 12288, or a multiple such as 2048, which divides both ends"),
     ({"tokens_per_step": ramp(65536, 10240, 10**6, 4096)}, 1,
      "ramp_multiple", "error", "tokens_per_step.end", "10240: is not a multiple of tokens_per_step.multiple 4096", "use 8192 or 12288, or a multiple such as 2048, which divides both ends"),
+    ({"tokens_per_step": ramp(65536, 65536 * 10**7, 10**6)}, 1,
+     "ramp_too_fine", "error", "tokens_per_step.multiple", "null: with multiples of 65536 tokens the ramp has steps of 9,999,999 sizes", "use a larger multiple"),
     ({"tokens_per_step": ramp(32768, 65536, 10**6)}, 1,
      "ramp_in_one_step", "warning", "tokens_per_step.multiple", "null: tokens per step are rounded down to multiples of 32768: 32768 until the ramp ends, then 65536", "4096 makes steps of that size between"),
     ({"tokens_per_step": staged((5, 65536))}, 1,

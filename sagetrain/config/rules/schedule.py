@@ -12,6 +12,9 @@ from sagetrain.config.rules.findings import About, neighbours, no_effect
 from sagetrain.config.run_parts import run_of
 from sagetrain.config.schema import LearningRates, OptimizerConfig, RampTokens, RunConfig, StagedTokens
 
+_MOST_SIZES = 1_000_000
+"""The largest number of sizes that the steps of a ramp may have. Checks and plans go through all of them."""
+
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check that steps are whole micro-steps, that stages are in order, and that the warm-up ends."""
@@ -82,6 +85,11 @@ def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
                 f"use {neighbours(tokens, rounding)}, or a multiple such as {math.gcd(ramp.start, ramp.end)}, which "
                 "divides both ends",
             )
+    if (sizes := abs(ramp.end - ramp.start) // rounding) > _MOST_SIZES:
+        yield About("ramp_too_fine", "tokens_per_step.multiple", ramp.multiple).error(
+            f"with multiples of {rounding} tokens the ramp has steps of {sizes:,} sizes, more than {_MOST_SIZES:,}",
+            "use a larger multiple, which divides both ends, or a ramp that ends lower",
+        )
     finer = [rounding // parts for parts in (8, 4, 2) if rounding % (parts * cfg.data.seq_length) == 0]
     if abs(ramp.end - ramp.start) == rounding and finer:
         up = f"{ramp.start} until the ramp ends, then {ramp.end}"
