@@ -126,7 +126,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize("sections", PATTERNS)
 def test_a_stage_keeps_the_activations_of_its_blocks(sections: dict) -> None:
-    """What autograd saves of each block is added up over the blocks of each stage. The first block is recomputed, and
+    """The memory of what autograd saves is added up over the blocks of each stage. The first block is recomputed, and
     keeps its input."""
     sections["model"] |= {"num_layers": 6, "num_key_value_heads": 2}
     how = {**sections, "attention": {"backend": "sdpa"}, "training": {"compile": "off"}}
