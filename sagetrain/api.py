@@ -288,7 +288,7 @@ class Model:
         run = self.run
         if run.tokenizer is None:
             raise ConfigError(f"{self.run_dir} has no tokenizer: put the one that made its data into the folder")
-        begin, encoded = [*run.text_prefix], [encoded_pair(run.tokenizer, *pair) for pair in pairs]
+        begin, encoded = [*run.texts.prefix], [encoded_pair(run.tokenizer, *pair) for pair in pairs]
         tokens = [([*begin, *context] or [run.tokenizer.eos_id], text) for context, text in encoded]
         return [found for found, _ in scorer_of(run, run.tokenizer)(tokens)]
 

@@ -206,7 +206,7 @@ def newest_whole(
         if said := of_rank_0(written_by_newer(folder)):
             raise CheckpointError(said)
         # If the folder is gone, the run that owns it continues and has removed it for newer ones.
-        if of_rank_0(_is_there(folder)):
+        if of_rank_0(folder in published(root)):
             damaged.append(folder)
             report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
     if damaged:
@@ -268,7 +268,3 @@ def sha256(path: Location) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _is_there(folder: Location) -> bool:
-    return folder in published(folder.parent) if isinstance(folder, UrlPath) else folder.is_dir()

@@ -18,7 +18,7 @@ from sagetrain.checkpoint.manifest import MANIFEST, write_manifest
 from sagetrain.checkpoint.manifest import packed as packed_manifest
 from sagetrain.checkpoint.on_disk import remove, sha256
 from sagetrain.storage.local import sync
-from sagetrain.storage.url_path import Location, UrlPath, store_at
+from sagetrain.storage.url_path import UrlPath, store_at
 
 Contents = Mapping[str, bytes | dict[str, torch.Tensor]]
 """Files by name: their bytes, or the tensors of a safetensors file."""
@@ -26,13 +26,12 @@ _SLICE = 8 << 20
 """The bytes of a file that are hashed and handed on at once."""
 
 
-def publisher_at(root: Location, moved: Callable[[], None]) -> OnDisk | InStore:
-    """Return the publisher for a folder of checkpoints. It calls `moved` whenever another part has been written."""
-    return InStore(root, moved) if isinstance(root, UrlPath) else OnDisk(root, moved)
-
-
 class OnDisk:
-    """The publisher on a disk. Files are synced, and a rename publishes them. Every call may raise OSError."""
+    """The publisher on a disk. Files are synced, and a rename publishes them. Every call may raise OSError.
+
+    Args:
+        moved: called whenever another part has been written.
+    """
 
     def __init__(self, root: Path, moved: Callable[[], None]) -> None:
         self._root, self._moved = root, moved

@@ -27,14 +27,15 @@ import torch
 from safetensors import SafetensorError
 
 from sagetrain.checkpoint.on_disk import folder_name, prune
-from sagetrain.checkpoint.publishing import publisher_at
+from sagetrain.checkpoint.publishing import InStore, OnDisk
 from sagetrain.checkpoint.shares import WrittenShare, manifest_of
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.mailbox import Mailbox
 from sagetrain.config.errors import CheckpointError, way_to_room
+from sagetrain.config.schema import CheckpointConfig
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.storage.url_path import Location
+from sagetrain.storage.url_path import Location, UrlPath
 
 T = TypeVar("T")
 
@@ -73,37 +74,34 @@ class Saver:
     """The writer of a run's checkpoints, in the background and one at a time. Making one is collective.
 
     Args:
-        keep_last: as in `prune`, which is called after each save, and so is `keep_every_tokens`.
+        settings: which checkpoints are kept, and how long one that cannot be written is tried again.
         timeout: how much longer one rank's files may take than another's.
         alive: called by `wait` from time to time as long as this rank's files make progress.
         begins: called on rank 0 before each save, in the background. It raises CheckpointError if the run may not save.
         published: called on rank 0 after each save, in the background.
-        tolerate: the seconds for which a checkpoint that cannot be written is tried again.
     """
 
     def __init__(
         self,
         root: Location,
         groups: ParallelGroups,
-        keep_last: int,
-        keep_every_tokens: int | None,
+        settings: CheckpointConfig,
         timeout: timedelta,
         alive: Callable[[], None] = lambda: None,
         begins: Callable[[], None] = lambda: None,
         published: Callable[[], None] = lambda: None,
-        tolerate: float = 0.0,
     ):
-        self._tolerate, self._troubles = tolerate, deque[tuple[int, int, str]]()
+        self._tolerate, self._troubles = 60 * settings.tolerate_minutes, deque[tuple[int, int, str]]()
         self._told_error: CheckpointError | None = None
         self.retries = False
         """This is true while a checkpoint that could not be written is tried again."""
         self._root, self._groups, self._alive = root, groups, alive
         self._begins, self._published = begins, published
-        self._keep = keep_last, keep_every_tokens
+        self._keep = settings.keep_last, settings.keep_every_tokens
         self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
         if groups.topology.world_size > 1:
             self._mailbox = Mailbox(timeout)
-        self._publisher = publisher_at(root, self._moved)
+        self._publisher = InStore(root, self._moved) if isinstance(root, UrlPath) else OnDisk(root, self._moved)
         self._memory = torch.empty(0)
         self._unpinned: threading.Thread | None = None
         self._thread: threading.Thread | None = None

@@ -129,33 +129,6 @@ class Texts:
     chat_template: Any = None
     """The template of the chats that were learned last, or templates by name; None if there were no chats."""
 
-    @classmethod
-    def learned(
-        cls,
-        prefix: list[int] | None,
-        template: Any,
-        generation: Mapping[str, Any],
-        before: InitFromRecord | None,
-        identity: Identity,
-    ) -> Texts:
-        """Combine the conventions of a run's data with those that the weights had before.
-
-        Args:
-            prefix: the tokens that every text of the run's data begins with; None: not known.
-            template: the chat template of the run's data, if there is one.
-            generation: the generation settings of imported weights.
-            before: the record of the checkpoint that the run began with, if there was one.
-        """
-        ends = generation.get("eos_token_id")
-        if prefix is None:
-            prefix = (before.text_prefix if before else None) or []
-        return cls(
-            prefix,
-            [] if ends is None else [ends] if isinstance(ends, int) else [*ends],
-            Positions.reached(identity, before.positions if before else None).length,
-            template or (before.chat_template if before else None),
-        )
-
 
 @dataclass(frozen=True)
 class ImportRecord:
@@ -276,8 +249,15 @@ class RunState:
 
     @property
     def texts(self) -> Texts:
-        """The conventions of texts that the weights have learned in this run and in earlier ones."""
-        return Texts.learned(self.text_prefix, self.chat_template, self.generation, self.init_from, self.identity)
+        """The conventions of texts that the weights have learned in this run and in earlier ones. Those of the run's
+        own data come first."""
+        before, ends = self.init_from or InitFromRecord(), self.generation.get("eos_token_id")
+        return Texts(
+            (before.text_prefix if self.text_prefix is None else self.text_prefix) or [],
+            [] if ends is None else [ends] if isinstance(ends, int) else [*ends],
+            self.positions.length,
+            self.chat_template or before.chat_template,
+        )
 
     @property
     def positions(self) -> Positions:

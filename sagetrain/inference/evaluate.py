@@ -145,12 +145,12 @@ def evaluate_texts(
         )
     held_out = [] if paths else _held_out(run)
     known = run.tokenizer, run.vocab_size
-    texts = [text_of(path, *known, text_key, run.text_prefix) for path in paths]
+    texts = [text_of(path, *known, text_key, run.texts.prefix) for path in paths]
     texts += [PreparedDocuments(source.path, source.files, *known) for source in held_out]
     nats, found = _training_nats(run, report), []
     for name, text in zip(paths or source_names([source.path for source in held_out]), texts, strict=True):
         part = _begin(run, name, nats)
-        begun = run.text_prefix and isinstance(text, Raw)
+        begun = run.texts.prefix and isinstance(text, Raw)
         every = windows(text, size, stride, run.tokenizer.eos_id if run.tokenizer and not begun else -1)
         with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=None, leave=False) as progress:
             for _, alike in groupby(every, lambda window: len(window[0].tokens)):

@@ -97,13 +97,13 @@ def generate(
     With a chat template (data/chat_template.py), prompts are messages of a user, which the model answers, and the token
     that the template puts behind an answer ends one too.
     """
-    tokenizer, context, prefix = run.tokenizer, run.context, run.text_prefix
+    tokenizer, context, prefix = run.tokenizer, run.context, run.texts.prefix
     if tokenizer is None:
         raise ConfigError(
             "the run was trained on token files without a tokenizer, so there is no text for it: put the "
             "tokenizer.model or tokenizer.json that made them into the run's folder"
         )
-    ends = {*ending_tokens(tokenizer, run.end_tokens, template)}
+    ends = {*ending_tokens(tokenizer, run.texts.end_tokens, template)}
     known = min(run.vocab_size, tokenizer.vocab_size)
     waiting, growing = deque(_begin(run, prompts, tokenizer, sampling, template)), list[_Text]()
     longest = max((len(text.tokens) for text in waiting), default=0)
@@ -202,7 +202,7 @@ def _begin(
     for number, prompt in enumerate(prompts):
         if template is None:
             try:
-                tokens = [*run.text_prefix, *tokenizer.encode(prompt)]
+                tokens = [*run.texts.prefix, *tokenizer.encode(prompt)]
             except ValueError as error:
                 raise ConfigError(f"prompt {number + 1} of {len(prompts)}: {error}") from error
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from sagetrain.auto.kept import Kept, kept_attention, kept_linear
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.state import RunState, Texts
 from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, from_python, spelled
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
@@ -48,16 +49,12 @@ class TrainedRun:
     step: int
     tokens: int
     device: torch.device
-    text_prefix: Sequence[int] = ()
-    """Tokens that the model expects before a text (checkpoint/state.py)."""
-    end_tokens: Sequence[int] = ()
-    """Tokens that end a text, beside the tokenizer's own (checkpoint/state.py)."""
+    texts: Texts
+    """The conventions of texts that the weights have learned."""
     chat_template: str | None = None
     """The template of the chats in the data, or else the tokenizer's own."""
     data_hashes: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the data by name, as the checkpoint records them."""
-    positions: int = 0
-    """The longest sequence that the weights were trained with, in any run (checkpoint/state.py). 0: not known."""
     call: Callable[..., torch.Tensor] | None = None
     """Calls `model` where it is spread over the stages of a pipeline, or its experts over ranks. None: `model` is
     called itself."""
@@ -65,7 +62,7 @@ class TrainedRun:
     @property
     def context(self) -> int:
         """The number of tokens that a text may have at once. Fine-tuning on short sequences does not reduce it."""
-        return max(self.positions, self.cfg.data.seq_length)
+        return max(self.texts.context, self.cfg.data.seq_length)
 
     def stream(self, sources: list[DataSource]) -> SampleStream:
         """Open some of the data. Raises ConfigError if it cannot be read, or comes from another tokenizer."""
@@ -81,24 +78,16 @@ class OpenRun:
     reader: Reader
     tokenizer: Tokenizer | None
     """None: the run was trained on token files from elsewhere, with only the size of their vocabulary known."""
-    vocab_size: int
-    step: int
-    tokens: int
 
     @property
-    def text_prefix(self) -> list[int]:
-        """Tokens that the model expects before a text."""
-        return self.reader.state.texts.prefix
-
-    @property
-    def end_tokens(self) -> list[int]:
-        """Tokens that end a text, beside the tokenizer's own."""
-        return self.reader.state.texts.end_tokens
+    def state(self) -> RunState:
+        """The state of the run in the checkpoint."""
+        return self.reader.state
 
     @property
     def chat_templates(self) -> dict[str, str]:
         """The templates by name of the chats in the data, or else those of the tokenizer."""
-        recorded = kept_templates({CHAT_TEMPLATE: self.reader.state.texts.chat_template})
+        recorded = kept_templates({CHAT_TEMPLATE: self.state.texts.chat_template})
         return recorded or (self.tokenizer.chat_templates if self.tokenizer else {})
 
 
@@ -115,9 +104,8 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     if folder is None:
         raise CheckpointError(_no_run(run_dir))
     reader = Reader(folder)
-    state = reader.state
     cfg = load_config(folder / "config.yaml", passed_over=report)
-    trained_with = state.identity.tokenizer_sha256
+    trained_with = reader.state.identity.tokenizer_sha256
     file = tokenizer_in(run_dir)  # Training has kept the tokenizer there.
     if trained_with and not file.is_file():
         file = Path(cfg.data.tokenizer_path)
@@ -135,7 +123,7 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {file} "
             f"({tokenizer.sha256[:12]}); put that file back{more}"
         )
-    return OpenRun(cfg, reader, tokenizer, state.identity.vocab_size, state.step, state.tokens)
+    return OpenRun(cfg, reader, tokenizer)
 
 
 def _no_run(path: Path) -> str:
@@ -155,10 +143,10 @@ def _no_run(path: Path) -> str:
     return no_run(path)
 
 
-def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> TrainedRun:
-    """Return a model in training as one that generates. It has the same weights, which are not copied, and is complete
-    on each group of Topology.text_ranks, or on those of all stages of a pipeline. This is impossible at ZeRO 3, where
-    no rank has whole weights."""
+def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer, texts: Texts) -> TrainedRun:
+    """Return a model in training as one that generates, with what its weights had learned of texts. It has the same
+    weights, which are not copied, and is complete on each group of Topology.text_ranks, or on those of all stages of a
+    pipeline. This is impossible at ZeRO 3, where no rank has whole weights."""
     model, weights = engine.model, {name: weight.detach() for name, weight in engine.gathered().items()}
     of_texts = replace(model.groups.topology, context_parallel_size=1, context_gather=1)
     groups = replace(model.groups, topology=of_texts, cp_group=None, metrics=Metrics())
@@ -185,7 +173,7 @@ def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Trained
     # Otherwise tensor-parallel ranks gather their logits.
     if groups.ep_group is not None and groups.ep_size > groups.tp_size:
         call = partial(_of_first, call, groups.ep_group)
-    return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device, call=call)
+    return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device, texts, call=call)
 
 
 def _of_first(
@@ -212,7 +200,8 @@ def at_context(run: TrainedRun, context: int) -> TrainedRun:
     data = run.cfg.data
     rows = max(1, data.micro_batch_size * data.seq_length // context)
     update = {"seq_length": context, "micro_batch_size": rows}
-    return replace(run, cfg=run.cfg.model_copy(update={"data": data.model_copy(update=update)}), positions=context)
+    cfg = run.cfg.model_copy(update={"data": data.model_copy(update=update)})
+    return replace(run, cfg=cfg, texts=replace(run.texts, context=context))
 
 
 def load_run(
@@ -238,7 +227,8 @@ def load_run(
     """
     run = open_run(run_dir, report, step)
     ranks = ranks or Ranks.alone()
-    cfg, device, groups = run.cfg, ranks.device, ranks.groups
+    cfg, state, device, groups = run.cfg, run.state, ranks.device, ranks.groups
+    vocab_size = state.identity.vocab_size
     before = Kept.by(run.reader.folder)
     trained = kept_attention(cfg.attention, before.attention)
     cfg = cfg.model_copy(update={"linear": kept_linear(cfg.linear, before.linear)})
@@ -276,8 +266,8 @@ def load_run(
             attending,
             functions=attention_functions(attending, cfg.model, device=device, dtype=dtype),
             matmuls=matmuls,
-            vocab_size=padded_vocab_size(run.vocab_size),
-            known=run.vocab_size,
+            vocab_size=padded_vocab_size(vocab_size),
+            known=vocab_size,
             groups=groups,
             # Overlap would split a batch.
             overlap=False,
@@ -290,19 +280,17 @@ def load_run(
     reading.load_weights(run.reader, model, groups, device)
     model.keep_weights()
     model.eval()
-    if low_bit_linear(cfg.linear, run.tokens, cfg.training.total_tokens) and linear is None:
+    if low_bit_linear(cfg.linear, state.tokens, cfg.training.total_tokens) and linear is None:
         report(f"linear layers, {cfg.linear.precision} in training, are not in 8 bits here")
     return TrainedRun(
         cfg,
         model,
         run.tokenizer,
-        run.vocab_size,
-        run.step,
-        run.tokens,
+        vocab_size,
+        state.step,
+        state.tokens,
         device,
-        text_prefix=run.text_prefix,
-        end_tokens=run.end_tokens,
+        state.texts,
         chat_template=run.chat_templates.get("default"),
-        data_hashes=run.reader.state.files,
-        positions=run.reader.state.positions.length,
+        data_hashes=state.files,
     )

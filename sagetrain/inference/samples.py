@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.schema import DataConfig, EvaluationConfig
@@ -14,7 +13,7 @@ from sagetrain.inference.load import TrainedRun
 from sagetrain.parallel.objects import of_every_rank
 from sagetrain.training.inputs import check_prompts
 
-Trained = Callable[[Engine, Tokenizer], TrainedRun]
+Trained = Callable[[Engine, Tokenizer, Texts], TrainedRun]
 """The type of load.in_training for the run's configuration."""
 Alive = Callable[[], None]
 """A function that is called as a sign of life."""
@@ -31,16 +30,10 @@ def samples_while_training(
     sampling = Sampling(evaluation.samples_tokens)
 
     def write(engine: Engine, texts: Texts, alive: Alive) -> list[tuple[str, str]]:
-        run = while_training(engine, texts, tokenizer, trained)
+        run = trained(engine, tokenizer, texts)
         return [*zip(prompts, completed(run, alive, prompts, sampling), strict=True)]
 
     return write
-
-
-def while_training(engine: Engine, texts: Texts, tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
-    """Return the model in training as one that generates, with what its weights had learned of texts."""
-    run = trained(engine, tokenizer)
-    return replace(run, text_prefix=texts.prefix, end_tokens=texts.end_tokens, positions=texts.context)
 
 
 def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: Sampling) -> list[str]:

@@ -96,19 +96,19 @@ def export(
             raise CheckpointError(f"cannot write {target}: {error}") from error
     check_free(folder)
     run = open_run(run_dir, report, step)
-    reader, cfg = run.reader, run.cfg
+    reader, cfg, vocab_size = run.reader, run.cfg, run.state.identity.vocab_size
     own = cfg.data.seq_length
-    length = reader.state.positions.length or own
+    length = run.state.positions.length or own
     if length != own:
         report(
             f"max_position_embeddings {length}: the positions of the model that this run began with; its own sequences "
             f"have {own} tokens (data.seq_length)"
         )
     family = family_of(cfg.model, cfg.attention)
-    config = config_json(cfg.model, cfg.attention, run.vocab_size, length)
+    config = config_json(cfg.model, cfg.attention, vocab_size, length)
     dtypes = {
         spec: _dtype(reader, spec, dtype, cfg.training.dtype)
-        for spec in tensors(cfg.model, cfg.attention, run.vocab_size)
+        for spec in tensors(cfg.model, cfg.attention, vocab_size)
         if spec.kind != "state"
     }
     _check_biases(reader, cfg.model, family)
@@ -146,7 +146,7 @@ def export(
             del values
     ends = generation["eos_token_id"]
     count = sum(len(family.theirs(spec)) for spec in dtypes)
-    return Exported(config["architectures"][0], run.step, count, total, len(shards), length, ends)
+    return Exported(config["architectures"][0], run.state.step, count, total, len(shards), length, ends)
 
 
 def _report_class(model_type: str, tokenizer_json: bytes, report: Callable[[str], None]) -> None:
@@ -162,12 +162,12 @@ def _report_class(model_type: str, tokenizer_json: bytes, report: Callable[[str]
 def _generation(run: OpenRun) -> dict[str, Any]:
     """Return the content of generation_config.json: the settings that were imported with the weights, and every token
     at which `sagetrain generate` ends a text or an answer."""
-    tokenizer, settings = run.tokenizer, dict(run.reader.state.generation)
+    tokenizer, settings, texts = run.tokenizer, dict(run.state.generation), run.state.texts
     if tokenizer is None:
         return settings or {"bos_token_id": None, "eos_token_id": None}
-    ends = ending_tokens(tokenizer, run.end_tokens, run.chat_templates.get("default"))
+    ends = ending_tokens(tokenizer, texts.end_tokens, run.chat_templates.get("default"))
     # If the model was not trained on a bos token, it is an eos token that stands before every document.
-    bos, *_ = *run.text_prefix, tokenizer.eos_id
+    bos, *_ = *texts.prefix, tokenizer.eos_id
     return {"bos_token_id": bos, **settings, "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 

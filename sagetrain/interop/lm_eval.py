@@ -26,7 +26,7 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.engines.step import Engine
 from sagetrain.inference.generate import Sampling, finished
 from sagetrain.inference.load import TrainedRun
-from sagetrain.inference.samples import Alive, Trained, completed, while_training
+from sagetrain.inference.samples import Alive, Trained, completed
 from sagetrain.inference.score import Scorer, encoded_pair, scorer_of
 from sagetrain.training.inputs import refuse_generating, task_manager
 
@@ -193,7 +193,7 @@ def tasks_while_training(
 
         def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
             assert trained is not None
-            return completed(while_training(engine, texts, tokenizer, trained), alive, prompts, sampling)
+            return completed(trained(engine, tokenizer, texts), alive, prompts, sampling)
 
         groups = engine.groups
         shape = data.seq_length, data.micro_batch_size
@@ -218,4 +218,4 @@ def harness_of(run: TrainedRun) -> Harness:
         return [completion.text for completion in finished(run, prompts, sampling, 8)]
 
     score, window = scorer_of(run, run.tokenizer), run.cfg.data.seq_length
-    return Harness(run.tokenizer, score, complete, window, run.text_prefix)
+    return Harness(run.tokenizer, score, complete, window, run.texts.prefix)

@@ -370,13 +370,11 @@ def assemble(
     saver = Saver(
         folder.checkpoints,
         groups,
-        cfg.checkpoint.keep_last,
-        cfg.checkpoint.keep_every_tokens,
+        cfg.checkpoint,
         timedelta(minutes=2 * cfg.training.timeout_minutes),
         alive=partial(met.watchdog.begin, "saving"),
         begins=folder.check_owner,
         published=folder.send,
-        tolerate=60 * cfg.checkpoint.tolerate_minutes,
     )
     saver.reserve(engine.owned())
     saver.published_step = met.saved_step

@@ -131,10 +131,7 @@ class Run:
     @property
     def texts(self) -> Texts:
         """The conventions of texts that the weights had learned when the run began, and those of its own data."""
-        before = self.resumed.init_from
-        prefix = self.files.text_prefix or (before.text_prefix if before else None) or []
-        generation = before.generation if before else {}
-        return Texts.learned(prefix, self.files.chat_template, generation, before, self.files.identity)
+        return self.record(self.resumed.state).texts
 
     def counted(self, sequences: int, size: int, ahead: int | None = None) -> int | None:
         """Return how many of the `size` tokens after the first `sequences` sequences count in the loss, on all ranks;
@@ -171,7 +168,7 @@ class Run:
             controllers=state.controllers,
             optimizer_steps=self.engine.optimizer_steps,
             init_from=before,
-            text_prefix=self.texts.prefix,
+            text_prefix=self.files.text_prefix or (before.text_prefix if before else None) or [],
             chat_template=self.files.chat_template,
             identity=self.files.identity,
             engine=self.layout.engine,

@@ -24,6 +24,7 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import RunState
 from sagetrain.cluster.guard import HANG_EXIT_CODE, Watchdog
 from sagetrain.config.errors import CheckpointError
+from sagetrain.config.schema import CheckpointConfig
 from sagetrain.costs.accounting import save_host_bytes
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
@@ -148,7 +149,7 @@ def one_rank_cannot_write_for_a_while(root: str) -> tuple[list, bool, str]:
     """Let rank 1 fail twice, and then for ever. Return what this rank has noticed, whether the first checkpoint is
     there, and the error in the end."""
     saving._PAUSES, failures, noticed = (0.01, 0.01), [2, 10**9], []
-    saver = Saver(Path(root), tiny.join(1), 9, None, timedelta(seconds=60))
+    saver = tiny.saver(Path(root), tiny.join(1))
     write = saver._write
 
     def full(*args: object) -> object:
@@ -251,7 +252,9 @@ def save_on_a_slow_disk(root: Path, stuck: bool) -> None:
     seconds; or with a third one that has no end."""
     patience = 2.0 if stuck else 20 * PATIENCE
     watchdog = Watchdog(root / "stacks", 0, patience)
-    saver = Saver(root, ParallelGroups.single(), 2, None, tiny.timedelta(60), alive=lambda: watchdog.begin("saving"))
+    saver = Saver(
+        root, ParallelGroups.single(), CheckpointConfig(), timedelta(60), alive=lambda: watchdog.begin("saving")
+    )
     sync, calls = saver._publisher._sync, []
 
     def slow(path: Path) -> None:

@@ -41,6 +41,11 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 
 
+def following(run: TrainedRun, prefix: list[int]) -> TrainedRun:
+    """Return a model that expects these tokens before a text."""
+    return replace(run, texts=replace(run.texts, prefix=prefix))
+
+
 class Theirs(NamedTuple):
     """The model and the tokenizer of transformers."""
 
@@ -116,7 +121,7 @@ def test_every_end_token_of_transformers_ends_a_text(folder: Path, tmp_path: Pat
     (done,) = completions(run, ["def add("], 12)
     assert (done.tokens, done.finish) == (made[: made.index(ends)], "eos")
     begun = tiny.run_state(init_from=InitFromRecord(generation={"eos_token_id": ends}))
-    known = begun.texts.end_tokens, tiny.run_state().texts.end_tokens, [*run.end_tokens]
+    known = begun.texts.end_tokens, tiny.run_state().texts.end_tokens, run.texts.end_tokens
     assert known == ([ends], [], [EOS, ends])
 
 
@@ -138,7 +143,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_a_text_beyond_the_context_begins_with_the_prefix_again(loaded: TrainedRun, seen: list[list[int]]) -> None:
-    (done,) = completions(at_context(replace(loaded, positions=16), 16), ["import re"], 30)
+    (done,) = completions(at_context(loaded, 16), ["import re"], 30)
     assert len(done.tokens) == 30 and len(seen) > 2
     assert [ids[0] for ids in seen] == [BOS] * len(seen) and {len(ids) for ids in seen[1:]} == {8}
     assert seen[1][1:] == [*loaded.tokenizer.encode("import re"), *done.tokens][8:15]
@@ -163,7 +168,7 @@ def test_log_likelihoods_are_those_of_transformers(loaded: TrainedRun, theirs: T
     for (context, continuation), (total, _) in zip(pairs, found, strict=True):
         before, whole = (theirs.tokenizer(text).input_ids for text in (context.rstrip(), context + continuation))
         assert total == pytest.approx(log_likelihood(theirs, whole, len(whole) - len(before)), rel=1e-4)
-    without = harness_of(replace(loaded, text_prefix=[])).loglikelihood(requests)
+    without = harness_of(following(loaded, [])).loglikelihood(requests)
     assert all(abs(a - b) > 1e-3 for (a, _), (b, _) in zip(found, without, strict=True))
 
 
@@ -173,7 +178,7 @@ def test_whole_texts_are_scored_after_the_prefix(loaded: TrainedRun, theirs: The
     assert tokens[0] == BOS
     assert found == pytest.approx(log_likelihood(theirs, tokens, len(tokens) - 1), rel=1e-4)
     # A text without context has all tokens before it of a prefix of two.
-    harness = harness_of(replace(loaded, text_prefix=[EOS, BOS]))
+    harness = harness_of(following(loaded, [EOS, BOS]))
     expected = log_likelihood(theirs, [EOS, *tokens], len(tokens) - 1)
     (rolling,), ((total, _),) = (
         harness.loglikelihood_rolling([asked(DOCUMENTS[1])]),
@@ -208,7 +213,7 @@ def test_every_document_of_raw_text_follows_the_prefix(
         assert (begun.tokens, begun.bytes) == (found.tokens, found.bytes)
         assert begun.nats == pytest.approx(found.nats, rel=1e-6)
     prepare_as_before([str(text)], tmp_path / "old", folder / "tokenizer.json")
-    before, own = evaluate_texts(loaded, [str(tmp_path / "old")]), replace(loaded, text_prefix=[])
+    before, own = evaluate_texts(loaded, [str(tmp_path / "old")]), following(loaded, [])
     assert before[0].nats == pytest.approx(evaluate_texts(own, [str(text)])[0].nats, rel=1e-6)
     assert before[0].tokens == found.tokens and abs(before[0].nats - found.nats) > 1e-2
 
@@ -269,15 +274,13 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
         warned = f"of {init_from} do" if init_from else "do not begin"
         assert (warned in (tmp_path / name / "log.txt").read_text()) == bool(init_from)
         run = load_run(tmp_path / name, print)
-        assert [*run.text_prefix] == prefix
+        assert run.texts.prefix == prefix
         sample = rows_of(tmp_path / name, "samples")[-1]
         (done,) = (found for found, _ in generate(run, [sample["prompt"]], Sampling(8)) if found.finish)
         assert sample["text"] == done.text
         rows = rows_of(tmp_path / name)
         said = next(row["eval/read/bits_per_byte"] for row in reversed(rows) if "eval/read/bits_per_byte" in row)
-        bits = [
-            tasks.measure(harness_of(replace(run, text_prefix=each)))["read"]["bits_per_byte"] for each in ([], [BOS])
-        ]
+        bits = [tasks.measure(harness_of(following(run, each)))["read"]["bits_per_byte"] for each in ([], [BOS])]
         assert said == pytest.approx(bits[bool(prefix)], rel=1e-6) and abs(bits[0] - bits[1]) > 1e-4
         export(tmp_path / name, tmp_path / f"{name}-hf")
         tokens = json.loads((tmp_path / f"{name}-hf/generation_config.json").read_text())

@@ -1,5 +1,6 @@
 """Generation on a real GPU: batches, the CPU's tokens, transformers' tokens: `make test-gpu`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,12 @@ def test_a_recorded_step_is_the_step(runs: Path) -> None:
 
 def test_transformers_goes_on_alike(runs: Path, tmp_path: Path) -> None:
     run = load_run(runs / "fp32", print, attention="sdpa")
-    run.tokenizer.eos_id, run.end_tokens = -1, ()
+    run.tokenizer.eos_id, run.texts = -1, replace(run.texts, end_tokens=[])
     export(runs / "fp32", tmp_path / "exported", dtype="float32", report=print)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     model.to(run.device).eval()
     model.generation_config.eos_token_id = None
     for prompt in ("a", "the quick", "b c d e f"):
-        ids = torch.tensor([[*run.text_prefix, *run.tokenizer.encode(prompt)]], device=run.device)
+        ids = torch.tensor([[*run.texts.prefix, *run.tokenizer.encode(prompt)]], device=run.device)
         theirs = model.generate(ids, do_sample=False, max_new_tokens=7, pad_token_id=0)[0, ids.shape[1] :].tolist()
         assert tokens_of(run, [prompt], Sampling(7, temperature=0), 1) == [theirs]

@@ -20,6 +20,7 @@ from prepare_inputs import published_tokenizer
 from runs import free_port, sagetrain
 from sagetrain import load_run as open_run
 from sagetrain.__main__ import main
+from sagetrain.checkpoint.state import Texts
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.generate import Completion, Sampling, choose, generate
@@ -170,7 +171,7 @@ def scripted(tokenizer: Tokenizer, tokens: list[int]) -> TrainedRun:
             return logits
 
     cfg = saved_runs.config(Path("none"))
-    return TrainedRun(cfg, Scripted(), tokenizer, 512, 1, 1, torch.device("cpu"))
+    return TrainedRun(cfg, Scripted(), tokenizer, 512, 1, 1, torch.device("cpu"), Texts([], [], 0))
 
 
 def test_a_text_ends_with_any_end_token(tokenizer: Tokenizer) -> None:
@@ -178,8 +179,8 @@ def test_a_text_ends_with_any_end_token(tokenizer: Tokenizer) -> None:
     template puts after it."""
     said = [*spelled("ab"), tokenizer.bos_id, *spelled("c")]
     marked = "{% for m in messages %}{{ m.content }}{{ bos_token if m.role == 'assistant' }}\n{% endfor %}"
-    for how, template in (({"end_tokens": [7, tokenizer.bos_id]}, None), ({}, marked)):
-        run = replace(scripted(tokenizer, said), **how)
+    for ends, template in (([7, tokenizer.bos_id], None), ([], marked)):
+        run = replace(scripted(tokenizer, said), texts=Texts([], ends, 0))
         *_, (done, _) = generate(run, ["a"], Sampling(len(said), 0), template=template)
         assert (done.text, done.tokens, done.finish) == ("ab", said[:2], "eos")
     for template in (None, marked.replace("assistant", "user")):

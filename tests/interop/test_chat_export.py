@@ -92,7 +92,7 @@ def test_a_fine_tuned_model_is_asked_as_it_was_trained(folder: Path, tmp_path: P
 
     import_folder(tmp_path / "out", tmp_path / "again")
     again = load_run(tmp_path / "again", print)
-    assert (again.end_tokens, again.chat_template, again.cfg.data.seq_length) == ([END, EOT], MINE, 256)
+    assert (again.texts.end_tokens, again.chat_template, again.cfg.data.seq_length) == ([END, EOT], MINE, 256)
     assert export(tmp_path / "again", tmp_path / "again-hf").eos_token_id == [END, EOT]
     assert (tmp_path / "again-hf/config.json").read_bytes() == (tmp_path / "out/config.json").read_bytes()
     answers = [[*generate(each, ["7?"], Sampling(8, 0), template=MINE)][-1][0].tokens for each in (run, again)]

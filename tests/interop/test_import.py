@@ -321,11 +321,11 @@ def test_a_sentencepiece_model_brings_its_bos_along(llama: Path, tmp_path: Path)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     import_folder(folder, tmp_path / "run")
     run = load_run(tmp_path / "run", print)
-    assert [*run.text_prefix] == [1] and run.tokenizer.sha256 == published.sha256
+    assert run.texts.prefix == [1] and run.tokenizer.sha256 == published.sha256
     export(tmp_path / "run", tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("the").input_ids == [1, *published.encode("the")]
     import_folder(tmp_path / "out", tmp_path / "again")
-    assert [*load_run(tmp_path / "again", print).text_prefix] == [1]
+    assert load_run(tmp_path / "again", print).texts.prefix == [1]
 
 
 def test_a_window_that_is_not_named_is_that_of_the_class(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ def test_ends_of_config_json_and_generation_config_json(
     assert (theirs.pad_token_id, theirs.temperature, theirs.do_sample) == (9, 0.6, True)
     again = Folder(tmp_path / "out", tmp_path / "second")
     assert "eos_token_id" not in again.as_transformers()
-    assert open_run(again.run, print).end_tokens == [5, 6, 2]
+    assert open_run(again.run, print).state.texts.end_tokens == [5, 6, 2]
 
 
 def test_ends_of_config_json_alone(copy: Callable[..., Folder], tmp_path: Path) -> None:

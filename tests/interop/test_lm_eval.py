@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 import tiny
 from distributed import run_distributed
 from runs import finish, rows_of, sagetrain, write_config
+from sagetrain.checkpoint.state import Texts
 from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, finished, generate
@@ -346,6 +347,7 @@ class Letters:
         return bytes(tokens).decode("ascii")
 
 
+TEXTS = Texts([], [], tiny.SEQ)
 HOW = [Sampling(20, temperature=0), Sampling(8, temperature=1.0, top_p=0.9, stop=("\n", "q"))]
 PROMPTS = ["a", "some text", "b", "a", "a full context.."]
 
@@ -362,7 +364,7 @@ def texts_of(layouts: list[tuple[int, ...]], more: dict) -> list[list[list[str]]
     for layout in layouts:
         cfg, groups = at(layout, more)
         engine = tiny.engine(cfg, groups)
-        completed(in_training(cfg, engine, letters), lambda: None, PROMPTS[:1], HOW[0])
+        completed(in_training(cfg, engine, letters, TEXTS), lambda: None, PROMPTS[:1], HOW[0])
         with torch.no_grad():
             for own in engine.owned():
                 for values in (own.weight, *own.copies):
@@ -370,13 +372,13 @@ def texts_of(layouts: list[tuple[int, ...]], more: dict) -> list[list[list[str]]
         engine.weights_changed()
         if groups.ep_size > groups.tp_size and groups.ep_rank:
             engine.as_whole = partial(off, engine.as_whole)
-        run = in_training(cfg, engine, letters)
+        run = in_training(cfg, engine, letters, TEXTS)
         found.append([completed(run, lambda: signs.append(1), PROMPTS, how) for how in HOW])
     model = whole(cfg)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    run = TrainedRun(cfg, model, letters, tiny.VOCAB, 0, 0, torch.device("cpu"))
+    run = TrainedRun(cfg, model, letters, tiny.VOCAB, 0, 0, torch.device("cpu"), TEXTS)
     assert len(signs) > 20
     return [[[done.text for done in finished(run, PROMPTS, how)] for how in HOW], *found]
 

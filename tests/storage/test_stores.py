@@ -353,7 +353,7 @@ def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path
     assert "owner.json" not in copied and {"tokenizer.model", "log.txt", "config.yaml"} <= {*copied}
     assert (root.parent / "metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
     run = open_run(tmp_path / "run", print)
-    assert run.step == 40 and run.reader.folder == there[-1]
+    assert run.state.step == 40 and run.reader.folder == there[-1]
     assert with_data(load_run(tmp_path / "run", print), tmp_path / "run", None, print).cfg.data == run.cfg.data
     copy = tmp_path / "run/checkpoints"
     fetch(there[-1], copy / "step-00000040")

@@ -16,12 +16,12 @@ from sagetrain.checkpoint import reading
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
-from sagetrain.checkpoint.state import Identity, RunState
+from sagetrain.checkpoint.state import Identity, RunState, Texts
 from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, CheckpointConfig, ModelConfig
 from sagetrain.costs.accounting import overlaps
 from sagetrain.costs.stages import chunks_of_stage
 from sagetrain.data.batch import Batch
@@ -268,7 +268,7 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
 def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
     """Return whether the model that writes samples while training computes what the engine computes."""
     tokens = torch.arange(SEQ)[None]
-    run = in_training(cfg, engine, cast(Any, SimpleNamespace(vocab_size=VOCAB)))
+    run = in_training(cfg, engine, cast(Any, SimpleNamespace(vocab_size=VOCAB)), Texts([], [], SEQ))
     return torch.equal(run.model(tokens), engine.logits(Batch(tokens, tokens, None, None, None, sample_ids=[])))
 
 
@@ -326,7 +326,7 @@ def moments(tensors: dict[str, torch.Tensor]) -> dict[str, Fp32]:
 
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
     """Build a Saver that keeps everything and waits `seconds` for another rank."""
-    return Saver(root, groups, keep_last, None, timedelta(seconds=seconds))
+    return Saver(root, groups, CheckpointConfig(keep_last=keep_last), timedelta(seconds=seconds))
 
 
 def save(root: Path, groups: ParallelGroups, state: RunState, pieces: Sequence[Owned]) -> Path:
