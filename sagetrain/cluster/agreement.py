@@ -176,18 +176,15 @@ def host_to_leave(deaths: Sequence[Death], hosts: int) -> str:
 def why_it_ends(deaths: Sequence[Death], restarts: int) -> str:
     """Say why a run does not begin again after the last of all its deaths. The text is empty if it does. `restarts` is
     the value of training.restarts."""
-    why = _why_it_ends(deaths, restarts)
-    return why + suspects(deaths) if why else ""
-
-
-def _why_it_ends(deaths: Sequence[Death], restarts: int) -> str:
     *before, last = deaths
     if not last.again:
-        return f"{last.said}: another attempt would end in the same way"
-    if last.memory and any(death.memory for death in before):
-        return f"{last.said}: memory ran out for the second time"
-    if before and last.step <= before[-1].step and (last.rank == before[-1].rank or last.why == before[-1].why):
-        return f"{last.said}, after {before[-1].said}: the run does not get past it. Look at that step and that host"
-    if len(before) >= restarts:
-        return f"{last.said}: after {many(restarts, 'restart')} training.restarts allows no more"
-    return ""
+        why = ": another attempt would end in the same way"
+    elif last.memory and any(death.memory for death in before):
+        why = ": memory ran out for the second time"
+    elif before and last.step <= before[-1].step and (last.rank == before[-1].rank or last.why == before[-1].why):
+        why = f", after {before[-1].said}: the run does not get past it. Look at that step and that host"
+    elif len(before) >= restarts:
+        why = f": after {many(restarts, 'restart')} training.restarts allows no more"
+    else:
+        return ""
+    return f"{last.said}{why}{suspects(deaths)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from mmap import ACCESS_READ, mmap
@@ -23,7 +23,6 @@ from sagetrain.config.load import differences
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.corpus.journal import Journal, in_words, of_one_whole, recorded_tokenizers
 from sagetrain.corpus.request import Request
-from sagetrain.corpus.token_writer import alone_in
 from sagetrain.data.token_file import TokenFile, check_writable, read_provenance, token_path
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_config import BESIDE, CONFIG
@@ -108,14 +107,6 @@ class Destination:
         notes = self.check_parts(request, made_from)
         self._check_held_out(request.source_texts, made_from)
         return notes
-
-    @contextmanager
-    def alone(self, request: Request, made_from: dict[str, Any], tokenizer: Tokenizer) -> Iterator[list[str]]:
-        """Check once more, because other calls may have written there by now, and keep them away until the end. Yields
-        and raises as `check` does."""
-        with alone_in(self.folder):
-            self.check_siblings(tokenizer)
-            yield self.check_parts(request, made_from)
 
     def sentences(self) -> Iterator[str]:
         """Yield how a run reads the parts of a text, if this is one."""

@@ -50,7 +50,7 @@ class Outputs:
 
     def __init__(self, there: Destination, writers: Mapping[str, TokenFileWriter]):
         self._there, self._writers = there, writers
-        self._journal, self._tally = Journal(there.train), Tally({side: Counts() for side in writers})
+        self.journal, self._tally = Journal(there.train), Tally({side: Counts() for side in writers})
         self._left: Unfinished | None = None
         self._made_from: dict[str, Any]
         self._corpus: Corpus
@@ -58,22 +58,13 @@ class Outputs:
         self._trained: bytes | None
         self._begun: Unfinished
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is a record from which the next call would go on."""
-        return self._journal.exists
-
-    def discard(self) -> None:
-        """Delete the record of an earlier call."""
-        self._journal.discard()
-
     def read(self, made_from: dict[str, Any], overwrite: bool) -> None:
         """Read what an earlier call for the same request has left. Raises ConfigError as Journal.read does."""
-        self._made_from, self._left = made_from, self._journal.read(made_from, overwrite)
+        self._made_from, self._left = made_from, self.journal.read(made_from, overwrite)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer that an earlier call had trained, or None. Raises ConfigError if it has changed."""
-        return Tokenizer(self._journal.tokenizer(self._left)) if self._left else None
+        return Tokenizer(self.journal.tokenizer(self._left)) if self._left else None
 
     def begin(self, corpus: Corpus, encoder: Encoder, trained: bool) -> str:
         """Open the files, with what an earlier call has left. Return a sentence about the place where writing goes on,
@@ -98,7 +89,7 @@ class Outputs:
 
     def write(self, num_workers: int, shown: bool) -> None:
         """Write the rest of the text into files that do not have their names yet. `shown`: with a progress bar."""
-        place, journal = self._begun.place, self._journal
+        place, journal = self._begun.place, self.journal
         if journal.exists or journal.due:  # The journal may be due already if training the tokenizer took long.
             journal.write(self._begun, self._trained)
         with Progress(self._corpus, place, self._begun.progress, shown) as progress:
@@ -127,8 +118,8 @@ class Outputs:
     def publish(self, request: Request) -> None:
         """Give the files their names, the tokenizer first."""
         # The journal says whose the tokenizer is until the token files do.
-        if self._trained and not self._journal.exists:
-            self._journal.write(self._begun, self._trained)
+        if self._trained and not self.journal.exists:
+            self.journal.write(self._begun, self._trained)
         tokenizer = self._encoder.tokenizer
         file = self._there.folder / tokenizer.file_name
         with writing(file):
@@ -136,7 +127,7 @@ class Outputs:
                 tokenizer.write(self._there.folder)
         for side in reversed(list(self._writers)):
             self._writers[side].publish(self._provenance(side, request.source_texts))
-        self._journal.discard()
+        self.journal.discard()
 
     def sentences(self) -> Iterator[str]:
         """Yield sentences about what was written, and how a run reads it."""

@@ -23,6 +23,7 @@ from sagetrain.corpus.records import Records, settled
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.sources import Corpus
 from sagetrain.corpus.split import check_split
+from sagetrain.corpus.token_writer import alone_in
 from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.data.token_file import read_provenance
 from sagetrain.data.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     made_from = _made_from(request, corpus, given, records, prefix)
     with claimed(there) as outputs:
         if not request.overwrite and there.holds(made_from, file_name):
-            outputs.discard()
+            outputs.journal.discard()
             say(f"{there.train}: already prepared from the same inputs")
             return _result(there, file_name, begin, True)
         outputs.read(made_from, request.overwrite)
@@ -96,12 +97,14 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
             say(gone_on)
         try:
             outputs.write(request.num_workers, shown=hears is None or in_notebook())
-            with there.alone(request, made_from, tokenizer) as more:
-                for note in set(more) - set(notes):
+            with alone_in(there.folder):
+                # Other calls may have written there by now.
+                there.check_siblings(tokenizer)
+                for note in set(there.check_parts(request, made_from)) - set(notes):
                     say(note)
                 outputs.publish(request)
         finally:
-            if outputs.unfinished:
+            if outputs.journal.exists:
                 say(f"{there.train}: unfinished; the same call or command goes on with it")
     for line in outputs.sentences():
         say(line)

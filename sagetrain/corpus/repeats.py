@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 
@@ -49,14 +50,11 @@ def refuse_copies(
 def _beginnings(chunks: Iterator[Chunk], text_key: str, of_fields: bool) -> Iterator[bytes]:
     """Yield a hash of the beginning of each text, or of the wanted fields of each record. What cannot be read is left
     out here."""
+    as_text = partial(json.dumps, default=str, sort_keys=True)
     for chunk in chunks:
-        for text in chunk.values(_as_text, True) if of_fields else chunk.texts(text_key, True):
+        for text in chunk.values(as_text, True) if of_fields else chunk.texts(text_key, True):
             if isinstance(text, str):
                 yield blake2b(text[:_BEGINNING].encode(errors="replace")).digest()
-
-
-def _as_text(record: object) -> str:
-    return json.dumps(record, default=str, sort_keys=True)
 
 
 def long_documents(names: list[str]) -> list[str]:

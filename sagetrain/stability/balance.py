@@ -127,13 +127,13 @@ class Starving(Controller):
     """A controller that decides nothing. It reports each expert that starves for long, once.
 
     Args:
-        vectors: the vectors of the step's metrics, by name (Metrics.vectors).
+        metrics: the numbers of the steps, with the loads as a vector.
     """
 
     name = "starving"
 
-    def __init__(self, vectors: Callable[[], Mapping[str, Tensor]], experts: int) -> None:
-        self._vectors, self._experts = vectors, experts
+    def __init__(self, metrics: Metrics, experts: int) -> None:
+        self._metrics, self._experts = metrics, experts
         self._steps: dict[str, int] = {}
         """The steps in a row, by layer/expert. An expert that was reported keeps the number at which it was."""
 
@@ -141,9 +141,9 @@ class Starving(Controller):
         """Report the experts that had too few tokens in every one of the last steps."""
         least = (name.split("/") for name in taken.metrics if name.startswith("moe/"))
         layers = sorted(int(name[1]) for name in least if name[-1] == "min_load")
-        if not layers or VECTOR not in (vectors := self._vectors()):
+        if not layers or VECTOR not in self._metrics.vectors:
             return []
-        loads = vectors[VECTOR].view(-1, self._experts)
+        loads = self._metrics.vectors[VECTOR].view(-1, self._experts)
         hungry = loads < _STARVES * loads.mean(1, keepdim=True)
         before, self._steps = self._steps, {key: _PATIENCE for key, steps in self._steps.items() if steps >= _PATIENCE}
         found: dict[str, list[int]] = {}

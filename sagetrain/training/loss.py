@@ -27,8 +27,6 @@ class GuardedLoss:
 
     def __init__(self, loss: OwnLoss, failures: Failures) -> None:
         self._loss, self._failures, self._failed = loss, failures, False
-        named = loss if hasattr(loss, "__qualname__") else type(loss)
-        self.__module__, self.__qualname__ = named.__module__, named.__qualname__
         self.by_sequence = is_by_sequence(loss)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -46,7 +44,7 @@ class GuardedLoss:
             # Whatever the error is, the other ranks have to learn of it.
             except Exception as error:  # noqa: BLE001
                 self._failed = True
-                self._failures.keep(f"the loss {name_of(self)} failed", error)
+                self._failures.keep(f"the loss {name_of(self._loss)} failed", error)
         return logits.flatten(1).sum(-1) * torch.nan
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TrainingError
@@ -15,6 +14,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import total_bytes
 from sagetrain.costs.memory import memory_per_rank
+from sagetrain.parallel.objects import rank_and_world_size
 
 OUT_OF_MEMORY = "is out of GPU memory"
 """The words that are in the error of a run whose GPU is full, and in no other error."""
@@ -35,46 +35,34 @@ def record_allocations(device: torch.device) -> None:
 
 
 @contextmanager
-def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Mapping[str, object]) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into an error that says what helps. Leave a snapshot of the allocator in the run
-    folder: memory/rank-<rank>.pickle, for pytorch.org/memory_viz. The snapshot contains what `record_allocations` has
-    recorded. Raises TrainingError if the GPU is out of memory.
-
-    Args:
-        predicted: returns the bytes that a rank needs as planned (costs.memory.memory_per_rank), for the settings
-            that are settled by then.
-        ways: the keys of the YAML that change the memory, with their values.
-    """
+def memory_explained(cfg: RunConfig, vocab_size: int) -> Iterator[None]:
+    """Turn a GPU's out-of-memory error into an error that says what `plan` predicts for the configuration, and which
+    keys of it help. Leave a snapshot of the allocator in the run folder: memory/rank-<rank>.pickle, for
+    pytorch.org/memory_viz. The snapshot contains what `record_allocations` has recorded. Raises TrainingError if the
+    GPU is out of memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        path = run_dir / "memory" / f"rank-{rank}.pickle"
+        rank, world_size = rank_and_world_size()
+        path = Path(cfg.training.run_dir, "memory", f"rank-{rank}.pickle")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             torch.cuda.memory._dump_snapshot(str(path))
             kept = f"who holds how much, with `profile` set also by which line, is in {path} (pytorch.org/memory_viz)"
         except (OSError, RuntimeError) as failed:
             kept = f"no snapshot of the memory could be written ({failed})"
+        predicted = total_bytes(memory_per_rank(cfg, world_size, padded_vocab_size(vocab_size)))
+        ways: dict[str, object] = {
+            "data.micro_batch_size": cfg.data.micro_batch_size,
+            "training.activation_checkpointing": cfg.training.activation_checkpointing,
+            "parallel.zero_stage": Layout.of(cfg).zero_stage,
+            "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
+        }
+        if cfg.parallel.expert_parallel_size > 1:
+            ways["parallel.expert_room"] = f"{cfg.parallel.expert_room:g}, doubled after each event named room"
         keys = ", ".join(f"{key} (now {value})" for key, value in ways.items())
         raise TrainingError(
             f"rank {rank} {OUT_OF_MEMORY}: {str(error).splitlines()[0]} `sagetrain plan` predicts "
-            f"{predicted() / 2**30:.1f} GiB for a rank of this layout; what it takes is up to {keys}; {kept}. "
+            f"{predicted / 2**30:.1f} GiB for a rank of this layout; what it takes is up to {keys}; {kept}. "
             "The newest checkpoint is untouched"
         ) from error
-
-
-def memory_explained(cfg: RunConfig, vocab_size: int) -> AbstractContextManager[None]:
-    """Explain an out-of-memory error with what `plan` predicts for a configuration."""
-
-    def predicted() -> float:
-        return total_bytes(memory_per_rank(cfg, dist.get_world_size(), padded_vocab_size(vocab_size)))
-
-    ways: dict[str, object] = {
-        "data.micro_batch_size": cfg.data.micro_batch_size,
-        "training.activation_checkpointing": cfg.training.activation_checkpointing,
-        "parallel.zero_stage": Layout.of(cfg).zero_stage,
-        "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
-    }
-    if cfg.parallel.expert_parallel_size > 1:
-        ways["parallel.expert_room"] = f"{cfg.parallel.expert_room:g}, doubled after each event named room"
-    return explained(Path(cfg.training.run_dir), dist.get_rank(), predicted, ways)

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tiny
 from on_gpu import needs_gpu
 from sagetrain.cluster.guard import collectives_under_way, flight_record
 from sagetrain.config.errors import TrainingError
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.training.out_of_memory import ENTRIES, explained, record_allocations
+from sagetrain.training.out_of_memory import ENTRIES, memory_explained, record_allocations
 from sagetrain.training.writers import memory_retries
 
 pytestmark = needs_gpu()
@@ -72,7 +73,7 @@ def test_a_full_gpu_is_counted() -> None:
 
 
 def run_out_of_memory(folder: Path, held: list[torch.Tensor]) -> None:
-    with explained(folder, 0, lambda: 2.0**30, {}):
+    with memory_explained(tiny.config(1, training={"run_dir": str(folder)}), tiny.VOCAB):
         for _ in range(ENTRIES):
             torch.empty(1, device="cuda")
         held.append(torch.empty(48 * 2**20, dtype=torch.uint8, device="cuda"))

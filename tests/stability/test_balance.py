@@ -38,7 +38,9 @@ def test_states_move_by_the_loads_of_a_step() -> None:
 def test_experts_that_starve_are_reported_once() -> None:
     """Each expert is counted for itself, across a continued run as well."""
     loads = torch.tensor([[40.0, 40, 40, 40], [40, 40, 40, 40]])
-    watch = Starving(lambda: {VECTOR: loads.flatten()}, 4)
+    reduced = Metrics()
+    reduced.vectors = {VECTOR: loads.flatten()}  # A view, which shows what the loads become.
+    watch = Starving(reduced, 4)
 
     def after(step: int, *hungry: tuple[int, int]) -> list[str]:
         loads[:] = 40.0
@@ -50,7 +52,7 @@ def test_experts_that_starve_are_reported_once() -> None:
     assert [after(step, (0, 1), (1, 2)) for step in range(99)] == [[]] * 99
     assert after(99, (0, 2), (1, 3)) == []  # Others starve now, so each count begins anew.
     assert [after(step, (0, 1), (0, 3), (1, 0)) for step in range(99)] == [[]] * 99
-    again = Starving(lambda: {VECTOR: loads.flatten()}, 4)
+    again = Starving(reduced, 4)
     again.restore(watch.state())
     watch = again
     (said,) = after(99, (0, 1), (0, 3))

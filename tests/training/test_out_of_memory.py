@@ -11,29 +11,34 @@ import torch
 import tiny
 from distributed import run_distributed
 from sagetrain.cli import exits
+from sagetrain.config import RunConfig
 from sagetrain.config.errors import TrainingError
 from sagetrain.training import build_run as building
 from sagetrain.training import out_of_memory
-from sagetrain.training.out_of_memory import explained, record_allocations
-
-WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}
+from sagetrain.training.out_of_memory import memory_explained, record_allocations
 
 
 def without_room_on_a_gpu() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
 
 
+def in_folder(folder: Path) -> RunConfig:
+    return tiny.config(1, training={"run_dir": str(folder)}, data={"micro_batch_size": 8})
+
+
 def run_out(folder: Path) -> str:
-    with pytest.raises(TrainingError) as raised, explained(folder, 3, lambda: 61.24 * 2**30, WAYS):
+    with pytest.raises(TrainingError) as raised, memory_explained(in_folder(folder), tiny.VOCAB):
         without_room_on_a_gpu()
     return str(raised.value)
 
 
 def test_the_message_has_prediction_advice_and_snapshot(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks"))
+    monkeypatch.setattr(out_of_memory, "rank_and_world_size", lambda: (3, 4))
+    monkeypatch.setattr(out_of_memory, "total_bytes", lambda parts: 61.24 * 2**30)
     said = run_out(tmp_path)
     assert said.startswith("rank 3 is out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB. ")
-    assert "predicts 61.2 GiB" in said and "data.micro_batch_size (now 8), parallel.zero_stage (now 1)" in said
+    assert "predicts 61.2 GiB" in said and "up to data.micro_batch_size (now 8), training.activation_" in said
     assert str(tmp_path / "memory/rank-3.pickle") in said and "more to say" not in said
     assert (tmp_path / "memory/rank-3.pickle").read_bytes() == b"blocks"
 
@@ -48,7 +53,7 @@ def test_a_snapshot_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch) 
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="other"), explained(tmp_path, 0, lambda: 1.0, WAYS):
+    with pytest.raises(ValueError, match="other"), memory_explained(in_folder(tmp_path), tiny.VOCAB):
         raise ValueError("other")
     assert not list(tmp_path.iterdir())
 
