@@ -20,7 +20,7 @@ import torch
 from sagetrain.cluster.launcher import free_port
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
-from sagetrain.report.read import read_rows
+from sagetrain.storage.local import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE_SEQUENCES = "data.document_attention=false", "data.document_positions=false"

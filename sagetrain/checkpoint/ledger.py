@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from sagetrain.config.errors import CheckpointError, TrainingError
-from sagetrain.config.schema import AttentionConfig, LinearConfig, SpikesConfig
 from sagetrain.storage.url_path import Location
 
 # With 31 bits the sum over a million ranks is exact in the float64 that carries it.
@@ -113,11 +112,10 @@ class Ledger:
             self.dropped.append(self.steps)
 
     @classmethod
-    def verified(
-        cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Location, seq_length: int = 0
-    ) -> Ledger:
+    def verified(cls, stored: Ledger | None, order: str, where: Location, seq_length: int = 0) -> Ledger:
         """Check the ledger of a checkpoint and return it. Raises CheckpointError if samples were skipped or seen twice,
-        the steps or samples are not those of the training state, or the chain does not follow from its segments.
+        or the chain does not follow from its segments. RunState.from_json has compared its numbers with the training
+        state's.
 
         Args:
             order: the fingerprint of the order of samples.
@@ -143,11 +141,6 @@ class Ledger:
                 steps += 1
                 again.add(samples, count, dropped=steps in dropped)
                 samples += count
-        if (steps, samples) != (step, sequences):
-            raise CheckpointError(
-                f"{what} has {steps:,} steps over {samples:,} samples, the training state says {step:,} steps over "
-                f"{sequences:,}; {way_out}"
-            )
         if again.head != stored.head:
             raise CheckpointError(
                 f"{what} ends in {stored.head[:12]}, its steps give {again.head[:12]}: it was changed, or another "
@@ -187,37 +180,3 @@ class TrainState:
         self.step += 1
         self.tokens += tokens
         self.sequences += tokens // seq_length
-
-
-def left_out(
-    state: TrainState,
-    samples: int,
-    text: str,
-    settings: SpikesConfig,
-    attention: AttentionConfig,
-    linear: LinearConfig,
-    drop: Iterable[int],
-) -> TrainingError:
-    """Build the error for a step that may be neither applied nor left out. The message lists the ways to continue.
-
-    Args:
-        text: the description of what is wrong with the step.
-        attention: the settings, with the backend that runs, and so is `linear`.
-        drop: the training.drop_steps that would pass over the step.
-    """
-    ways = ["lower optimizer.lr or the tokens per step"]
-    if attention.backend == "sage":
-        ways.append("use 16-bit attention (attention.backend=sdpa)")
-        if attention.qk_norm == "none":
-            ways.append("begin another training.run_dir with attention.qk_norm=before_rope")
-    if linear.low_bit:
-        ways.append("multiply linear layers in 16 bits (linear.precision=bf16)")
-    numbers = ",".join(map(str, sorted(drop)))
-    ways.append(f"pass over its samples with training.drop_steps=[{numbers}], which every later checkpoint records")
-    used_up = ""
-    if settings.policy != "stop":
-        used_up = f", after {settings.max_events} in {settings.window} steps (stability.spikes.max_events)"
-    return TrainingError(
-        f"step {state.step + 1} (sequences {state.sequences:,} to {state.sequences + samples - 1:,}): {text}{used_up}. "
-        f"Nothing of this step was saved, and run again as it was it would be the same: {'; or '.join(ways)}"
-    )

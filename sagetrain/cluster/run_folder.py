@@ -20,10 +20,11 @@ from typing import IO, Any
 from sagetrain.cluster.run_copy import bring, send
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME
 from sagetrain.config.errors import CheckpointError, Finding
-from sagetrain.config.load import differences, dump_config, flat
+from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.storage.lease import Lease, check_rights
+from sagetrain.storage.local import read_rows
 from sagetrain.storage.url_path import UrlPath, checkpoints_of
 
 _LOOKS = 10
@@ -181,9 +182,7 @@ class RunFolder:
         """Write the measurements of the run's stability so far (stability.measured.Measured), and its events by kind,
         to stability.json. `critical` is the result of config.earlier_run.critical_tokens."""
         events: dict[str, dict[str, Any]] = {}
-        path = self.path / "events.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            event = json.loads(line)
+        for event in read_rows(self.path / "events.jsonl"):
             count = events.get(event["kind"], {"count": 0})["count"] + 1
             events[event["kind"]] = {"count": count, "last_step": event["step"], "last": event["text"]}
         tree = {
@@ -194,9 +193,3 @@ class RunFolder:
             "events": events,
         }
         write_atomic(self.path / STABILITY_NAME, (json.dumps(tree, indent=1) + "\n").encode())
-
-
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line `key: old -> new` for each setting that differs between two configurations."""
-    found = differences(flat(before), flat(now))
-    return [f"{key}: {old!r} -> {new!r}" for key, (old, new) in sorted(found.items())]

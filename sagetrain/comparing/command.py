@@ -35,7 +35,7 @@ from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.parallel.host import nvidia_smi
-from sagetrain.report.read import read_rows
+from sagetrain.storage.local import read_rows
 from sagetrain.storage.url_path import location
 from sagetrain.training import init_from
 from sagetrain.training.out_of_memory import OUT_OF_MEMORY

@@ -14,7 +14,8 @@ from sagetrain.comparing.question import Job
 from sagetrain.comparing.statistics import end_of, thinned
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
-from sagetrain.report.read import has_loss, read_rows
+from sagetrain.report.read import has_loss
+from sagetrain.storage.local import read_rows
 
 FINISHED, DIVERGED, FAILED, STOPPED = "finished", "diverged", "failed", "stopped"
 _RANKS = (STOPPED, FAILED, DIVERGED, FINISHED)

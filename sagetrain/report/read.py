@@ -21,6 +21,7 @@ from sagetrain.config.load import flat, load_config, saved_config
 from sagetrain.config.schema import tokenizer_in
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.storage.local import read_rows
 from sagetrain.storage.url_path import Location, checkpoints_of
 
 MAX_POINTS = 2_000
@@ -67,25 +68,6 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """Read the runs in these folders. Their names are the shortest that tell them apart. Raises ConfigError if a folder
     is not the folder of a run, or has no metrics yet."""
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-
-
-_PLACE = ("step", "tokens")
-
-
-def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Read the rows of a metrics.jsonl or events.jsonl, or of its last bytes alone. Return none if there is no file.
-    The file may be growing, or may have been cut short, so incomplete rows are skipped."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        if last_bytes is not None:
-            file.seek(max(0, path.stat().st_size - last_bytes))
-        lines = file.read().decode(errors="replace").splitlines()
-    rows = []
-    for line in lines:
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and all(isinstance(row.get(key), int) for key in _PLACE)]
 
 
 def has_loss(row: Mapping[str, Any]) -> bool:

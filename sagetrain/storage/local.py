@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from sagetrain.storage.store import Store
 
 _UNFINISHED = ".partial"
+_PLACE = ("step", "tokens")
+"""The keys that every row of a run's files has."""
 
 
 def sync(path: Path) -> None:
@@ -23,6 +27,22 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Read the rows of a metrics.jsonl or events.jsonl, or of its last bytes alone. Return none if there is no file.
+    The file may be growing, or may have been cut short, so incomplete rows are skipped."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, path.stat().st_size - last_bytes))
+        lines = file.read().decode(errors="replace").splitlines()
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and all(isinstance(row.get(key), int) for key in _PLACE)]
 
 
 class Local(Store):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sagetrain.checkpoint.ledger import TrainState, left_out
+from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.earlier_run import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.errors import ConfigError, TrainingError
@@ -88,7 +88,7 @@ class Controllers:
         self._flips = None
         if cfg.model.experts:
             self._flips = Flips(model, exact, leaves)
-            self.controllers.append(Starving(lambda: groups.metrics.vectors, cfg.model.experts.number))
+            self.controllers.append(Starving(groups.metrics, cfg.model.experts.number))
         self._aware, self._measured = None, Measured()
         self._movers: dict[str, LinearSchedule | NoiseAware] = {}
         tokens = cfg.training.total_tokens, state.tokens
@@ -262,10 +262,8 @@ class Controllers:
         cfg, step, settings, event = self._cfg, state.step + 1, self.spikes.settings, result.event
         assert event, "a step is left out because something is wrong with it"
         if settings.policy == "stop" or not self.spikes.may_act(step):
-            drop = {*cfg.training.drop_steps, step}
-            samples = size // cfg.data.seq_length
             self._tell_end(state, event)
-            raise left_out(state, samples, event.text, settings, cfg.attention, cfg.linear, drop)
+            raise _refused(cfg, state, size, event.text)
         moved: list[Event] = []
         if settings.policy == "rewind":
             state, weights_of, moved = self._rewind(state, size, event, go_back)
@@ -351,6 +349,28 @@ def _places(engine: Engine) -> list[str]:
         found: Any = torch.cuda.get_device_properties(device)
         place += f" {device.index} ({found.name}, GPU-{found.uuid})"
     return of_every_rank(place)
+
+
+def _refused(cfg: RunConfig, state: TrainState, size: int, text: str) -> TrainingError:
+    """Build the error for a step of `size` tokens behind `state` that may be neither applied nor left out. `text` says
+    what is wrong with the step. The message lists the ways to continue."""
+    ways = ["lower optimizer.lr or the tokens per step"]
+    if cfg.attention.backend == "sage":
+        ways.append("use 16-bit attention (attention.backend=sdpa)")
+        if cfg.attention.qk_norm == "none":
+            ways.append("begin another training.run_dir with attention.qk_norm=before_rope")
+    if cfg.linear.low_bit:
+        ways.append("multiply linear layers in 16 bits (linear.precision=bf16)")
+    numbers = ",".join(map(str, sorted({*cfg.training.drop_steps, state.step + 1})))
+    ways.append(f"pass over its samples with training.drop_steps=[{numbers}], which every later checkpoint records")
+    used_up, spikes = "", cfg.stability.spikes
+    if spikes.policy != "stop":
+        used_up = f", after {spikes.max_events} in {spikes.window} steps (stability.spikes.max_events)"
+    last = state.sequences + size // cfg.data.seq_length - 1
+    return TrainingError(
+        f"step {state.step + 1} (sequences {state.sequences:,} to {last:,}): {text}{used_up}. "
+        f"Nothing of this step was saved, and run again as it was it would be the same: {'; or '.join(ways)}"
+    )
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.errors import CheckpointError, ConfigError, Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About
 from sagetrain.config.run_parts import begin_of, part_at, run_of
@@ -182,7 +182,6 @@ def as_continued(cfg: RunConfig) -> tuple[RunConfig, Finding | None]:
     # These imports need torch.
     from sagetrain.auto.kept import Kept, kept_engine
     from sagetrain.checkpoint import on_disk
-    from sagetrain.config.errors import CheckpointError
 
     # That no checkpoint is whole or can be read, or the newest one is of the future, is an error elsewhere.
     with suppress(CheckpointError, OSError):
@@ -201,7 +200,6 @@ def context_of(cfg: RunConfig) -> int:
     # These imports need torch.
     from sagetrain.checkpoint import on_disk
     from sagetrain.checkpoint.state import Positions
-    from sagetrain.config.errors import CheckpointError
     from sagetrain.training import init_from
 
     before = None
@@ -243,9 +241,8 @@ def _has_checkpoints(root: Location) -> bool:
     """Whether a run has checkpoints. False as well if its store cannot be read, which is an error elsewhere."""
     if isinstance(root, Path):
         return any(root.glob("step-*"))
-    # These imports load numpy.
+    # This import loads numpy.
     from sagetrain.checkpoint import in_store
-    from sagetrain.config.errors import CheckpointError
 
     with suppress(CheckpointError):
         return bool(in_store.published(root))
@@ -254,7 +251,6 @@ def _has_checkpoints(root: Location) -> bool:
 
 def _check_rights(url: str) -> None:
     """Check that the store of the run can be written to. Raises ConfigError if it cannot."""
-    from sagetrain.config.errors import CheckpointError
     from sagetrain.storage.lease import check_rights
 
     try:
@@ -321,7 +317,6 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
         return
     # These imports need torch, which a plan of a run without a checkpoint does not load.
     from sagetrain.checkpoint import on_disk, reading
-    from sagetrain.config.errors import CheckpointError
     from sagetrain.data.loader import SampleStream
     from sagetrain.training import init_from
 
@@ -388,7 +383,7 @@ def _resume(
     reading.check_shapes(reader, _shapes(cfg, state.identity.vocab_size))
     if stream:
         length = state.identity.seq_length
-        Ledger.verified(state.ledger, stream.fingerprint, state.step, state.sequences, folder, length)
+        Ledger.verified(state.ledger, stream.fingerprint, folder, length)
     changed = resume.changed(cfg, folder)
     tokens, total = state.tokens, cfg.training.total_tokens
     more = f"; changed since: {'; '.join(changed)}" if changed else ""

@@ -4,8 +4,8 @@ ranks."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,13 +20,13 @@ from sagetrain.config.errors import to_stderr
 from sagetrain.config.schema import LoggingConfig
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
+from sagetrain.storage.local import read_rows
 from sagetrain.training.callbacks import Callback, Callbacks, Position
 from sagetrain.training.start_times import StartTimes
 from sagetrain.training.writers import (
     MetricsWriter,
     RunLog,
     Throughput,
-    last_row_time,
     memory_gib,
     memory_retries,
     peak_flops,
@@ -38,6 +38,8 @@ FULL = (
     "data.micro_batch_size and training.activation_checkpointing"
 )
 """A run says this where its GPU is full."""
+At = TrainState | Position
+"""The place of a row: a step, and the tokens seen after it."""
 
 
 class Reporter:
@@ -80,13 +82,14 @@ class Reporter:
         """
         self._logging, self._device, self._total, self._callbacks = logging, device, total_tokens, callbacks
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)
-        self._clock = Throughput()
+        self.clock = Throughput()
         self._retries: int | None = None
         self._told_full = False
         self._latest: dict[str, float] = {}
-        self._held: Callable[[MetricsWriter], None] | None = None
+        self._held: Callable[[], None] | None = None
         if self._main:
-            self._last_row = last_row_time(run_dir)
+            rows = read_rows(run_dir / "metrics.jsonl", last_bytes=1 << 20)
+            self._last_row = rows[-1].get("wall_time") if rows else None
             self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, self._hears, tolerate)
             if device.type == "cuda" and peak_flops(device) is None:
                 self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
@@ -99,15 +102,12 @@ class Reporter:
         elif self._main:
             (self._hears or to_stderr)(text)
 
-    def write(self, state: TrainState, values: Mapping[str, float | None]) -> None:
+    def write(self, at: At, values: Mapping[str, float | None]) -> None:
         """Write a row of numbers, without those that are None."""
         if self._writer:
-            self._row(self._writer, state.step, state.tokens, values)
-
-    def _row(self, writer: MetricsWriter, step: int, tokens: int, values: Mapping[str, float | None]) -> None:
-        known = {name: value for name, value in values.items() if value is not None}
-        writer.write(step, tokens, known)
-        self._callbacks.tell(Callback.on_row, Position(step, tokens), known)
+            known = {name: value for name, value in values.items() if value is not None}
+            self._writer.write(at.step, at.tokens, known)
+            self._callbacks.tell(Callback.on_row, Position(at.step, at.tokens), known)
 
     def samples(self, state: TrainState, texts: Sequence[tuple[str, str]]) -> None:
         """Write rows of samples.jsonl from pairs of a prompt and its continuation, and print the first line of each."""
@@ -117,16 +117,13 @@ class Reporter:
                 self._callbacks.tell(Callback.on_sample, Position(state.step, state.tokens), number, prompt, text)
             self.say(f"step {state.step}: sample {number}: {textwrap.shorten(prompt + text, 150, placeholder=' ...')}")
 
-    def event(self, state: TrainState, event: Event, say: bool = True) -> None:
+    def event(self, at: At, event: Event, say: bool = True) -> None:
         """Write a row of events.jsonl, and print a line unless it was printed before."""
-        self._event(state.step, state.tokens, event, say)
-
-    def _event(self, step: int, tokens: int, event: Event, say: bool = True) -> None:
-        self._callbacks.tell(Callback.on_event, Position(step, tokens), event)
+        self._callbacks.tell(Callback.on_event, Position(at.step, at.tokens), event)
         if self._writer:
-            self._writer.event(step, tokens, event)
+            self._writer.event(at.step, at.tokens, event)
             if say:
-                self.say(f"step {step}: {event.text}")
+                self.say(f"step {at.step}: {event.text}")
 
     def started(self, state: TrainState, first: int, times: StartTimes) -> None:
         """Report the seconds of this start, whose first step has just ended. It began behind step `first`."""
@@ -149,8 +146,8 @@ class Reporter:
         then. The last step has a row, whatever its number.
         """
         self._latest |= result.metrics
-        self._clock.add(size, self._flops(result.span))
-        self._held = partial(self._write_step, state.step, state.tokens, result, size, lr)
+        self.clock.add(size, self._flops(result.span))
+        self._held = partial(self._write_step, Position(state.step, state.tokens), result, size, lr)
         last = result.stop or state.tokens >= self._total
         if last or state.step % self._logging.every_steps == 0:
             self.row()
@@ -158,14 +155,12 @@ class Reporter:
     def row(self) -> None:
         """Write the row of the last step, if it has none yet."""
         if self._writer and self._held:
-            with self.off_the_clock():
-                self._held(self._writer)
+            with self.clock.stopped():
+                self._held()
         self._held = None
 
-    def _write_step(
-        self, step: int, tokens: int, result: StepResult, size: int, lr: float, writer: MetricsWriter
-    ) -> None:
-        rate, flops = self._clock.take()
+    def _write_step(self, at: Position, result: StepResult, size: int, lr: float) -> None:
+        rate, flops = self.clock.take()
         peak = (peak_flops(self._device) or 0) * dist.get_world_size()
         derived = {
             "train/lr": lr,
@@ -174,11 +169,12 @@ class Reporter:
             "perf/mfu": flops / peak if peak else None,
             "perf/mfu_full_attention": rate * self._full / peak if peak else None,
             "perf/memory_gib": memory_gib(self._device),
-            "perf/memory_retries": self._take_retries(step),
+            "perf/memory_retries": self._take_retries(at.step),
         }
-        self._row(writer, step, tokens, {**self._latest, **derived})
+        self.write(at, {**self._latest, **derived})
         self._latest.clear()
-        writer.progress(step, tokens, result.loss, lr, rate)
+        if self._writer:
+            self._writer.progress(at.step, at.tokens, result.loss, lr, rate)
 
     def _take_retries(self, step: int) -> int | None:
         """Return memory_retries since the row before. Their first row past the first of all is said: steps that compile
@@ -193,15 +189,6 @@ class Reporter:
         self._retries = now
         return new
 
-    @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """Stop the clock of tokens per second while the block does something other than training."""
-        self._clock.pause()
-        try:
-            yield
-        finally:
-            self._clock.resume()
-
     def saved(self, saver: Saver) -> None:
         """Report the checkpoints that have been published since the last call, and those that could not be written."""
         while trouble := saver.take_trouble():
@@ -209,14 +196,15 @@ class Reporter:
             text = (
                 f"the checkpoint of step {step} could not be written; training goes on and it is tried again: {error}"
             )
-            self._event(step, tokens, Event("save_failed", text))
+            self.event(Position(step, tokens), Event("save_failed", text))
         while saved := saver.take_saved():
-            if self._writer:
-                figures: dict[str, float | None] = {
+            self.write(
+                Position(saved.step, saved.tokens),
+                {
                     "perf/save_stall_seconds": saved.stall_seconds,
                     "perf/save_publish_seconds": saved.publish_seconds,
-                }
-                self._row(self._writer, saved.step, saved.tokens, figures)
+                },
+            )
             self.say(
                 f"saved {on_disk.folder_name(saved.step)}: training stood still for {saved.stall_seconds:.2f} s, "
                 f"published {saved.publish_seconds:.1f} s later"

@@ -13,10 +13,9 @@ from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.ledger import EndedPart, Ledger, TrainState
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Identity, RunState
-from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.former_keys import take_out
-from sagetrain.config.load import flat, null_above, saved_config
+from sagetrain.config.load import differences, flat, null_above, saved_config
 from sagetrain.config.rules.data import ORDER
 from sagetrain.config.run_parts import KEYS_OF_STAGES, lengths_of, part_at, parts
 from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
@@ -25,12 +24,13 @@ from sagetrain.data import verify
 from sagetrain.engines.step import Engine
 from sagetrain.parallel.objects import of_rank_0
 from sagetrain.parallel.rng import set_rng_state
+from sagetrain.storage.local import read_rows
 from sagetrain.storage.url_path import Location
-from sagetrain.training.init_from import differences, same_optimizer
+from sagetrain.training import init_from
+from sagetrain.training.init_from import same_optimizer
 from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.perturb import perturb
 from sagetrain.training.run import CheckedFiles
-from sagetrain.training.writers import names_at
 
 VALID, TASKS, SAMPLES = "valid/", "eval/", "samples/"
 """The measurements of the model that are made between steps, as the prefixes of the metrics' names."""
@@ -55,9 +55,11 @@ def check_part(
 def owed(cfg: RunConfig, run_dir: Path, step: int, tokens: int, last: int) -> list[str]:
     """Return the measurements that a continued run has still to make at `tokens` tokens, because a signal came before
     them; collective. The last step had `last` tokens."""
-    expected = due(cfg, tokens - last, tokens) if step else []
+    if not (expected := due(cfg, tokens - last, tokens) if step else []):
+        return []
     # Rank 0 decides, because other hosts may see its files late.
-    there = of_rank_0(names_at(run_dir, step) if dist.get_rank() == 0 else set()) if expected else set()
+    rows = read_rows(run_dir / "metrics.jsonl") if dist.get_rank() == 0 else []
+    there = of_rank_0({name for row in rows if row["step"] == step for name in row})
     return [each for each in expected if not any(name.startswith(each) for name in there)]
 
 
@@ -107,7 +109,7 @@ def check(
             why = f"{now} has changed since: {', '.join(data or [order])}"
         changed["data.train"] = f"data.train: {why}"
     if changed:
-        fits = not differences(state.identity, identity)
+        fits = not init_from.differences(state.identity, identity)
         weights = f" (training.init_from={reader.folder} begins with these weights)" if fits else ""
         raise ConfigError(
             f"{reader.folder} was written by another run: {'; '.join(changed.values())}. "
@@ -168,7 +170,8 @@ def changed(cfg: RunConfig, folder: Location) -> list[str]:
     # Earlier versions wrote every key, so one that is gone has changed nothing unless it was set.
     gone = take_out(saved, values=False)
     lines = [f"{'.'.join(map(str, key.path))}: {value!r} -> None" for key, value in gone]
-    lines += changed_settings(saved, cfg.model_dump(mode="json"))
+    differ = differences(flat(saved), flat(cfg.model_dump(mode="json")))
+    lines += [f"{key}: {old!r} -> {new!r}" for key, (old, new) in sorted(differ.items())]
     return [line for line in lines if not (lengths_of(cfg) and line.startswith(tuple(KEYS_OF_STAGES)))]
 
 
@@ -232,7 +235,7 @@ def restore(reader: Reader, engine: Engine, order: str, cfg: RunConfig) -> Train
     written, length, sequences = state.identity, cfg.data.seq_length, state.sequences
     begins = bool(lengths_of(cfg)) and written.seq_length != length  # This part of the run begins here.
     order_then = order if not begins or written.order is None else written.order
-    ledger = Ledger.verified(state.ledger, order_then, state.step, sequences, reader.folder, written.seq_length)
+    ledger = Ledger.verified(state.ledger, order_then, reader.folder, written.seq_length)
     if begins:
         sequences, rest = divmod(state.tokens, length)
         if rest:

@@ -178,7 +178,7 @@ class Trainer:
                 # In a program that continues, the run would be frozen as well, and never give its memory back.
                 if self._watchdog.watches and until == total:
                     gc.freeze()
-                with self._reporter.off_the_clock():
+                with self._reporter.clock.stopped():
                     run.saver.pin()
             due = resume.due(cfg, before, state.tokens)
             left = due if stopped else self._look(due)
@@ -186,7 +186,7 @@ class Trainer:
             running = state.tokens < until and not stopped
             saves = running and (self._owes or crossed(before, state.tokens, every_save))
             if (stopped or saves) and self._saved_step != state.step:
-                with self._reporter.off_the_clock():
+                with self._reporter.clock.stopped():
                     self._owes = saves and run.cannot_save()
                     if not self._owes:
                         self.save()
@@ -382,7 +382,7 @@ class Trainer:
     def _look(self, due: list[str]) -> list[str]:
         """Make the measurements that are due. Return those that are left because some rank was asked to stop."""
         look = {VALID: self._evaluate, TASKS: self._ask_tasks, SAMPLES: self._write_samples}
-        with self._reporter.off_the_clock():
+        with self._reporter.clock.stopped():
             for number, name in enumerate(due):
                 try:
                     look[name]()

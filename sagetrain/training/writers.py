@@ -10,8 +10,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sagetrain.config.errors import in_notebook, to_stderr
 from sagetrain.costs.hardware import PEAK_FLOPS, model_of
 from sagetrain.data.token_file import write_atomic
 from sagetrain.stability.controller import Event
+from sagetrain.storage.local import read_rows
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -56,17 +57,18 @@ class Throughput:
         self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
         self._since, self._pauses = time.perf_counter(), 0
 
-    def pause(self) -> None:
-        """Stop the clock at the end of a step. The clock may be stopped already."""
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock while the block does something other than training. It may be stopped already."""
         if not self._pauses:
             self._seconds += time.perf_counter() - self._since
         self._pauses += 1
-
-    def resume(self) -> None:
-        """Start the clock again after something other than training, if nothing else stops it."""
-        self._pauses -= 1
-        if not self._pauses:
-            self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._since = time.perf_counter()
 
     def add(self, tokens: int, flops_per_token: float) -> None:
         """Count the tokens of a step."""
@@ -161,37 +163,9 @@ class MetricsWriter:
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        # The last line of a killed run may be incomplete.
-        except (ValueError, KeyError, TypeError):
-            continue
-    write_atomic(path, "".join(kept).encode())
-
-
-def names_at(run_dir: Path, step: int) -> set[str]:
-    """Return the names in the whole rows of a step that a run has written."""
-    path, mark = run_dir / "metrics.jsonl", f'"step": {step},'
-    names = set[str]()
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        # The last line of a killed run may be incomplete.
-        with suppress(ValueError):
-            names |= set(json.loads(line)) if mark in line else set()
-    return names
-
-
-def last_row_time(run_dir: Path) -> float | None:
-    """Return the wall_time of the last whole row of metrics.jsonl; None without any."""
-    path = run_dir / "metrics.jsonl"
-    for line in reversed(path.read_text(errors="replace").splitlines() if path.exists() else []):
-        with suppress(ValueError, KeyError, TypeError):
-            return float(json.loads(line)["wall_time"])
-    return None
+    if path.exists():
+        kept = (row for row in read_rows(path) if row["step"] <= step)
+        write_atomic(path, "".join(f"{json.dumps(row)}\n" for row in kept).encode())
 
 
 class RunLog:

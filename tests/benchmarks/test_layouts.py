@@ -20,7 +20,7 @@ from forked import PATIENCE, Command
 from layout_run import Layout, deepspeed
 from runs import BIN, ROOT, write_config
 from sagetrain.config.load import load_config
-from sagetrain.report.read import read_rows
+from sagetrain.storage.local import read_rows
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 

@@ -18,8 +18,9 @@ from sagetrain.cli import main as cli
 from sagetrain.config.errors import ConfigError
 from sagetrain.report import read
 from sagetrain.report.page import render, write_report
-from sagetrain.report.read import MAX_POINTS, averaged, different_settings, read_rows, read_runs, thinned
+from sagetrain.report.read import MAX_POINTS, averaged, different_settings, read_runs, thinned
 from sagetrain.stability.controller import Event
+from sagetrain.storage.local import read_rows
 from sagetrain.training.writers import MetricsWriter
 
 STEPS = 60

@@ -22,11 +22,11 @@ def test_a_dropped_step_is_found_again_and_cannot_be_forged() -> None:
     for step in range(5):
         ledger.add(4 * step, 4, dropped=step == 2)
     assert (ledger.segments, ledger.dropped) == ([[0, 4, 5]], [3])
-    again = Ledger.verified(ledger, "order", 5, 20, Path("step-5"))
+    again = Ledger.verified(ledger, "order", Path("step-5"))
     assert again == ledger and again.steps == 5
     for dropped in ([], [2], [3, 4]):
         with pytest.raises(CheckpointError, match="it was changed"):
-            Ledger.verified(replace(ledger, dropped=dropped), "order", 5, 20, Path("step-5"))
+            Ledger.verified(replace(ledger, dropped=dropped), "order", Path("step-5"))
 
 
 def train(

@@ -43,7 +43,7 @@ def state_of(run_dir: Path) -> RunState:
     """Return the state of the newest checkpoint. Check that its ledger holds every sample once."""
     folder = on_disk.newest(run_dir / "checkpoints")
     state = on_disk.read_state(folder)
-    Ledger.verified(state.ledger, state.identity.order, state.step, state.sequences, folder)
+    Ledger.verified(state.ledger, state.identity.order, folder)
     assert state.sequences == 20 * 8 + 10 * 16
     return state
 

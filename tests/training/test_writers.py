@@ -293,9 +293,12 @@ def test_a_clock_that_is_stopped_twice_counts_no_second_twice(monkeypatch) -> No
     monkeypatch.setattr(writers.time, "perf_counter", lambda: now[0])
     clock = writers.Throughput()
     clock.add(100, 1.0)
-    for at, action in ((2.0, clock.pause), (5.0, clock.pause), (6.0, clock.resume), (9.0, clock.resume)):
-        now[0] = at
-        action()
+    now[0] = 2.0
+    with clock.stopped():
+        now[0] = 5.0
+        with clock.stopped():
+            now[0] = 6.0
+        now[0] = 9.0
     now[0] = 12.0
-    clock.pause()
-    assert clock.take() == (20.0, 20.0)  # The sum is 5 seconds: up to 2, and from 9 on.
+    with clock.stopped():
+        assert clock.take() == (20.0, 20.0)  # The sum is 5 seconds: up to 2, and from 9 on.
