@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -28,26 +27,18 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_config import BESIDE, CONFIG
 
 
-@dataclass(frozen=True)
 class Destination:
-    """The token files that a call writes, and the tokenizer in their folder."""
+    """The token files that a request makes, and the tokenizer in their folder."""
 
-    named: Path
-    """The path of the token file as the user named it, without suffix."""
-    division: tuple[int, int] | None
-    """(K, N) if the K-th of N parts is written. None if the text is not divided."""
-    split: bool
-    """Whether a held-out file is written as well."""
-
-    @classmethod
-    def of(cls, request: Request) -> Destination:
-        """Return the destination of a request. Raises ConfigError if nothing can be written there, or a file of
-        something else would be replaced."""
-        there = cls(Path(request.output), request.division, request.valid_fraction > 0)
-        check_writable(there.named)
-        for path in there.outputs.values():
+    def __init__(self, request: Request) -> None:
+        """Raise ConfigError if nothing can be written there, or a file of something else would be replaced."""
+        self._request, self.division = request, request.division
+        self.named = Path(request.output)
+        """The path of the token file as the user named it, without suffix."""
+        check_writable(self.named)
+        for path in self.outputs.values():
             foreign = [token_path(path, suffix) for suffix in (".bin", ".mask", ".json")]
-            if token_path(path, ".idx").exists() or Journal(there.train).exists or _is_record(foreign[-1]):
+            if token_path(path, ".idx").exists() or Journal(self.train).exists or _is_record(foreign[-1]):
                 continue
             for file in foreign:
                 if os.path.lexists(file):
@@ -55,7 +46,6 @@ class Destination:
                         f"{file} is no part of a token file, which has an .idx, and would be replaced: choose "
                         "another output (-o), or move the file away"
                     )
-        return there
 
     @property
     def folder(self) -> Path:
@@ -75,7 +65,7 @@ class Destination:
     @cached_property
     def outputs(self) -> dict[str, Path]:
         """The paths of the token files that are written, by "train" and, if it is written, "valid"."""
-        return {"train": self.train} | ({"valid": self.valid} if self.split else {})
+        return {"train": self.train} | ({"valid": self.valid} if self._request.valid_fraction else {})
 
     def holds(self, request: dict[str, Any], tokenizer: str) -> bool:
         """Whether all files exist and come from this request, with a tokenizer file of this name. Raises ConfigError if
@@ -93,7 +83,7 @@ class Destination:
                 raise ConfigError(f"{error}; {spelled('overwrite')} does that in its place") from error
         return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
 
-    def check(self, request: Request, made_from: dict[str, Any], given: Tokenizer | None) -> list[str]:
+    def check(self, made_from: dict[str, Any], given: Tokenizer | None) -> list[str]:
         """Check that nothing of another request is parted or replaced. Raises ConfigError if something would be.
         Returns notes about parts that may belong together.
 
@@ -101,11 +91,11 @@ class Destination:
             given: the tokenizer, unless a new one is trained.
             made_from: what decides the content of the files, as their record has it.
         """
-        self._check_beside(request, given)
-        if not request.overwrite:
+        self._check_beside(given)
+        if not self._request.overwrite:
             self._check_tokenizer(made_from)
-        notes = self.check_parts(request, made_from)
-        self._check_held_out(request.source_texts, made_from)
+        notes = self.check_parts(made_from)
+        self._check_held_out(made_from)
         return notes
 
     def sentences(self) -> Iterator[str]:
@@ -114,10 +104,10 @@ class Destination:
             number, count = self.division
             yield f"part {number} of {count}; train on all of them by data.train path: {self.named}-*"
 
-    def _check_beside(self, request: Request, given: Tokenizer | None) -> None:
+    def _check_beside(self, given: Tokenizer | None) -> None:
         """Check that no file in the folder would change what the tokenizer means there. Raises ConfigError if one
         would."""
-        named = request.tokenizer or (None if request.vocab_size else tokenizer_in(self.folder))
+        named = self._request.tokenizer or (None if self._request.vocab_size else tokenizer_in(self.folder))
         if named and Path(named).resolve().parent == self.folder.resolve():
             return
         config = self.folder / CONFIG
@@ -162,19 +152,19 @@ class Destination:
                     f"{self.folder} holds {path.name}, prepared with another tokenizer: choose another folder (-o)"
                 )
 
-    def _check_held_out(self, sources: list[str], request: dict[str, Any]) -> None:
+    def _check_held_out(self, request: dict[str, Any]) -> None:
         """Check that a held-out file that is not written anew holds no documents that would now be in both files.
         Raises ConfigError if it does."""
         idx = token_path(self.valid, ".idx")
-        if self.split or self.train == self.valid or not idx.exists():
+        if self._request.valid_fraction or self.train == self.valid or not idx.exists():
             return
         record = read_provenance(self.valid)
         theirs = record.get("request", {})
         # The train file of the same split is replaced, from a source that has changed since. Most documents are the
         # same.
-        same_split = read_provenance(self.train).get("request") == theirs and set(sources) & set(
-            record.get("sources", ())
-        )
+        same_split = read_provenance(self.train).get("request") == theirs and not {
+            *self._request.source_texts
+        }.isdisjoint(record.get("sources", ()))
         if theirs.get("inputs_sha256") == request["inputs_sha256"] or same_split:
             raise ConfigError(
                 f"{idx} was prepared from the same inputs, and its documents would now be in {self.train} too: a "
@@ -183,10 +173,10 @@ class Destination:
                 f"and {spelled('overwrite')} to write both again, or delete {self.valid}.bin, .idx and .json"
             )
 
-    def check_parts(self, request: Request, made_from: dict[str, Any]) -> list[str]:
+    def check_parts(self, made_from: dict[str, Any]) -> list[str]:
         """Check that NAME-* will not hold parts of different preparations, in which some documents are twice and others
         missing. Raises ConfigError if it would. Returns notes about parts that may belong together."""
-        if not self.division or request.overwrite:
+        if not self.division or self._request.overwrite:
             return []
         notes = []
         part = re.compile(re.escape(self.named.name) + r"-\d{5}-of-(\d{5})")

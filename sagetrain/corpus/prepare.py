@@ -69,7 +69,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     """
     begin, say = time.perf_counter(), hears or to_stderr
     request.check()
-    there = Destination.of(request)
+    there = Destination(request)
     corpus = Corpus(request, there.division, request.records)
     if not request.has_tokenizer:
         next(corpus.chunks(), None)  # A name that is neither a file nor a dataset is named first.
@@ -87,7 +87,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
             say(f"{there.train}: already prepared from the same inputs")
             return _result(there, file_name, begin, True)
         outputs.read(made_from, request.overwrite)
-        notes = there.check(request, made_from, given)
+        notes = there.check(made_from, given)
         for note in [*(given.notes if given else ()), *corpus.notes, *notes]:
             say(note)
         tokenizer = given or outputs.tokenizer() or _trained(request, corpus, say)
@@ -100,7 +100,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
             with alone_in(there.folder):
                 # Other calls may have written there by now.
                 there.check_siblings(tokenizer)
-                for note in set(there.check_parts(request, made_from)) - set(notes):
+                for note in set(there.check_parts(made_from)) - set(notes):
                     say(note)
                 outputs.publish(request)
         finally:

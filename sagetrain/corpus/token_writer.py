@@ -144,8 +144,11 @@ class TokenFileWriter:
 
     def finish(self) -> None:
         """Complete the partial files and bring them to the disk."""
-        self._close_document()
         with writing(token_path(self.path, ".idx")):
+            if self._open_length:
+                self._idx.write(struct.pack("<i", self._open_length))
+                self.num_documents += 1
+                self._open_length = 0
             self._write_index()
         self._to_disk()
         self.sha256, self.mask_sha256 = self._hash.hexdigest(), self._mask_hash.hexdigest()
@@ -155,13 +158,6 @@ class TokenFileWriter:
             with writing(token_path(self.path, suffix)):
                 file.flush()
                 os.fsync(file.fileno())
-
-    def _close_document(self) -> None:
-        if self._open_length:
-            with writing(token_path(self.path, ".idx")):
-                self._idx.write(struct.pack("<i", self._open_length))
-            self.num_documents += 1
-            self._open_length = 0
 
     def _write_index(self) -> None:
         self._idx.flush()
@@ -246,7 +242,7 @@ def _open_locked(path: Path) -> BinaryIO:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)  # noqa: SIM115
+            file = _open(path)
         except OSError as error:
             gone += isinstance(error, FileNotFoundError)
             if 0 < gone < _TRIES:

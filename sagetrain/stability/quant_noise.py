@@ -60,7 +60,6 @@ from sagetrain.config.earlier_run import ALL
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Gradients, Transformer
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.noise_scale import Averages, LayerSquares, NoiseScale
 from sagetrain.stability.spikes import METRIC as SPIKE
@@ -79,15 +78,11 @@ class QuantizationProbe:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        reference: AttentionFunction,
-        groups: ParallelGroups,
-        device: torch.device,
-        leaves: Mapping[str, Tensor] | None = None,
+        self, model: Transformer, reference: AttentionFunction, leaves: Mapping[str, Tensor] | None = None
     ) -> None:
-        self._model, self._reference, self._groups, self._device = model, reference, groups, device
         leaves = leaves or dict(model.named_parameters())
+        groups, self._device = model.groups, next(iter(leaves.values())).device
+        self._model, self._reference, self._groups = model, reference, groups
         left_out = "experts" if groups.ep_size > 1 else ""
         names = [name for name, spec in model.specs.items() if name in leaves and spec.cut != left_out]
         self._leaves = [leaves[name] for name in names]
@@ -95,8 +90,8 @@ class QuantizationProbe:
             (groups.cp_group, groups.tp_group if model.specs[name].of_own_tokens else None) for name in names
         ]
         """The groups whose ranks have parts of a micro-batch's gradient of each tensor."""
-        self._squares = LayerSquares(model.every_spec.values(), groups, device)
-        self._places = torch.tensor([self._squares.place[name] for name in names], device=device)
+        self._squares = LayerSquares(model.every_spec.values(), groups, self._device)
+        self._places = torch.tensor([self._squares.place[name] for name in names], device=self._device)
         # A tied embedding has a gradient on the first and on the last stage of a pipeline. The first one counts the
         # sum.
         self._tied = names.index(EMBEDDING) if model.config.tie_embeddings and groups.ends_group else None

@@ -78,7 +78,7 @@ class Controllers:
         self._linear = LinearErrors(model, self._monitor.chosen, leaves)
         self._noise = GradientNoise(leaves, model.every_spec.values(), groups, device)
         exact = attention_function(exact_backend(cfg.model), cfg.attention, device)
-        self._probe = QuantizationProbe(model, exact, groups, device, leaves)
+        self._probe = QuantizationProbe(model, exact, leaves)
         self.spikes = Spikes(stability.spikes)
         micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
         decay = stability.noise_scale.decay

@@ -68,33 +68,32 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     for name, sources in there.items():
         if sources:
             paths = [each.path for each in sources]
-            found = list(_refused(f"data.{name}", paths, lambda s=sources: _open(cfg.data, s, vocab_size, sha256)))  # type: ignore[misc]
+            found = list(_refused(f"data.{name}", paths, _open, cfg.data, sources, vocab_size, sha256))
             damaged |= bool(found)
             yield from found
     both = [*there["train"], *there["valid"]]
     if both and not (damaged or tokenizer):
-        yield from _refused("data.valid", [each.path for each in there["valid"]], lambda: _same_tokenizer(both))
+        yield from _refused("data.valid", [each.path for each in there["valid"]], _same_tokenizer, both)
     whole = len(there["train"]) == len(cfg.data.train) and not damaged
     if tokenizer and cfg.evaluation.samples_every_tokens:
         prompts, room = cfg.evaluation.samples_prompts, context_of(cfg)
-        yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, room))
+        yield from _refused("evaluation.samples_prompts", prompts, check_prompts, prompts, tokenizer, room)
         for number, prompt in enumerate(prompts):
             if tokenizer.ends_inside(prompt):
                 yield About("prompt", f"evaluation.samples_prompts.{number}", prompt).warning(INSIDE, LEAVE_OUT)
     if tasks := cfg.evaluation.tasks:
         with suppress(ImportError):  # A plan may be made without the harness.
-            yield from _refused(
-                "evaluation.tasks", tasks, lambda: _tasks(tasks, not Layout.of(cfg).whole_between_passes)
-            )
+            sharded = not Layout.of(cfg).whole_between_passes
+            yield from _refused("evaluation.tasks", tasks, _tasks, tasks, sharded)
     if url := cfg.training.run_url:
-        found = list(_refused("training.run_url", url, lambda: _check_rights(url)))
+        found = list(_refused("training.run_url", url, _check_rights, url))
         yield from found
         if found:
             return
     # Without the folder, the plan is for another machine.
     elif vocab_size and Path(cfg.training.run_dir).is_dir():
         padded = padded_vocab_size(vocab_size)
-        yield from _refused("training.run_dir", cfg.training.run_dir, lambda: check_disk(cfg, padded))
+        yield from _refused("training.run_dir", cfg.training.run_dir, check_disk, cfg, padded)
     yield from _checkpoint(cfg, vocab_size, sha256, whole)
 
 
@@ -270,9 +269,10 @@ def is_there(source: DataSource) -> bool:
     return bool(files) and all(Path(f"{path}{end}").is_file() for path in files for end in (".idx", ".bin"))
 
 
-def _refused(key: str, value: object, check: Callable[[], object]) -> Iterator[Finding]:
+def _refused(key: str, value: object, check: Callable[..., None], *arguments: object) -> Iterator[Finding]:
+    """Yield what a check of these arguments refuses, as a finding about a key."""
     try:
-        check()
+        check(*arguments)
     except ConfigError as said:
         yield About("refused_by_train", key, value).error(str(said), "")
     except PermissionError as denied:

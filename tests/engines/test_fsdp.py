@@ -441,7 +441,7 @@ def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, flo
             noise=GradientNoise(leaves, model.specs.values(), groups, device),
             probes=[
                 LinearErrors(model, range(2), leaves),
-                QuantizationProbe(model, model.functions[0], groups, device, leaves),
+                QuantizationProbe(model, model.functions[0], leaves),
             ],
             layer_norms=True,
         )

@@ -149,7 +149,7 @@ def watched_step(engine: Engine) -> list[dict[str, float]]:
     exact = attention_function("sdpa", AttentionConfig(backend="sdpa"), device)
     observers = Observers(
         noise=GradientNoise(leaves, model.every_spec.values(), groups, device),
-        probes=[QuantizationProbe(model, exact, groups, device, leaves), LinearErrors(model, monitor.chosen, leaves)],
+        probes=[QuantizationProbe(model, exact, leaves), LinearErrors(model, monitor.chosen, leaves)],
         watch=monitor.watch(1),
     )
     found, own = [tiny.global_step(engine, 0, observers=observers).metrics], batches(1, 4, groups)

@@ -40,7 +40,7 @@ class Numbers(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))
         self.specs = self.every_spec = {"weight": tiny.spec(width)}
         self.config = tiny.config(1).model
-        self.quantized = True
+        self.quantized, self.groups = True, ParallelGroups.single()
 
     @contextmanager
     def exact(self, attention: AttentionFunction) -> Iterator[None]:
@@ -66,7 +66,7 @@ def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> 
     groups = ParallelGroups.single()
     place = {"vocab_size": tiny.VOCAB, "groups": groups, "dtype": torch.bfloat16, "device": CPU}
     model, tokens = tiny.transformer(cfg.model, cfg.attention, **place), torch.zeros(1, 16, dtype=torch.long)
-    probe = QuantizationProbe(model, attention_function("sdpa", cfg.attention, CPU), groups, CPU)
+    probe = QuantizationProbe(model, attention_function("sdpa", cfg.attention, CPU))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
         probe.measure(passes([partial(model, tokens, tokens)] * micro_batches))
     events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -92,8 +92,8 @@ def test_a_probe_is_planned_with_kept_16_bit_weights() -> None:
 def test_a_known_bias_is_found_under_other_errors() -> None:
     """The square |b|^2 is 1. The other errors are 100 times that, and differ in every micro-batch."""
     width, probes = 400, 400
-    groups, model = ParallelGroups.single(), Numbers(width)
-    probe = QuantizationProbe(model, Reference(), groups, CPU)
+    model = Numbers(width)
+    probe = QuantizationProbe(model, Reference())
     assert probe.micro_batches == 2
     draw = torch.Generator().manual_seed(0)
     for length in (1.0, 0.0):
@@ -102,7 +102,7 @@ def test_a_known_bias_is_found_under_other_errors() -> None:
         for _ in range(probes):
             errors = bias + 0.5 * torch.randn(2, width, dtype=torch.float64, generator=draw)
             probe.measure(passes([partial(model.run, error) for error in errors]))
-            found.append(groups.metrics.reduce(CPU))
+            found.append(model.groups.metrics.reduce(CPU))
             assert found[-1]["quant_noise/head/bias_square"] == pytest.approx((errors[0] @ errors[1]).item(), abs=1e-3)
         errors, biases = (
             torch.tensor([row[f"quant_noise/head/{what}_square"] for row in found]) for what in ("error", "bias")
@@ -120,15 +120,15 @@ def test_under_a_mask_the_error_is_right_on_average(counts) -> None:
     tokens = torch.tensor([[1.0, 0.2], [-0.5, 2.0], [0.3, 0.7]], dtype=torch.float64)
     noise, nothing = NoiseScale(4, 0.9), torch.zeros(2, dtype=torch.float64)
     noise.after_step(Taken(1, 0, 8, {"noise/head/small": 2.0, "noise/head/mean": 1.5, "train/counted_share": 0.5}))
-    groups, model, total = ParallelGroups.single(), Numbers(2), sum(counts)
-    probe, found, errors = QuantizationProbe(model, Reference(), groups, CPU), [], []
+    model, total = Numbers(2), sum(counts)
+    probe, found, errors = QuantizationProbe(model, Reference()), [], []
     for drawn in itertools.product(range(3), repeat=total):
         left = list(drawn)
         each = [tokens[[left.pop() for _ in range(count)]].mean(0) if count else nothing for count in counts]
         errors.append(sum(error * count / total for error, count in zip(each, counts, strict=True)))
         probe.measure(passes([partial(model.run, error) for error in each]), counts)
         size = 4 * len(counts)
-        found.append(Taken(2, 0, size, {**groups.metrics.reduce(CPU), "train/counted_share": total / size}))
+        found.append(Taken(2, 0, size, {**model.groups.metrics.reduce(CPU), "train/counted_share": total / size}))
         QuantNoise(4, noise, 0.9).after_step(found[-1])
     rows = [taken.metrics for taken in found]
     bias, square, ratio = (
@@ -161,12 +161,12 @@ def test_a_probe_with_fewer_counted_tokens_has_less_bias() -> None:
 
 
 def test_one_counted_micro_batch_gives_no_bias_and_none_nothing() -> None:
-    groups, model = ParallelGroups.single(), Numbers(2)
-    probe, one = QuantizationProbe(model, Reference(), groups, CPU), torch.ones(2, dtype=torch.float64)
+    model = Numbers(2)
+    probe, one = QuantizationProbe(model, Reference()), torch.ones(2, dtype=torch.float64)
     probe.measure(passes([partial(model.run, one), partial(model.run, 0 * one)]), (3, 0))
-    assert groups.metrics.reduce(CPU) == {"quant_noise/head/error_square": 2.0, "quant_noise/counted": 3.0}
+    assert model.groups.metrics.reduce(CPU) == {"quant_noise/head/error_square": 2.0, "quant_noise/counted": 3.0}
     probe.measure(passes([partial(model.run, 0 * one)] * 2), (0, 0))
-    assert groups.metrics.reduce(CPU) == {}
+    assert model.groups.metrics.reduce(CPU) == {}
 
 
 def network(layers: int) -> Transformer:
@@ -192,7 +192,7 @@ def probed(functions: list[AttentionFunction], count: int = 2) -> dict[str, floa
 
     groups.metrics.sum("before", 1.0)
     runs = [partial(adding, run) for run in runs_of(model, count)]
-    QuantizationProbe(model, Reference(), groups, CPU).measure(passes(runs))
+    QuantizationProbe(model, Reference()).measure(passes(runs))
     found = groups.metrics.reduce(CPU)
     assert found.pop("before") == 1 and "of the model" not in found
     assert model.functions == functions
@@ -222,7 +222,7 @@ def test_error_and_bias_are_those_of_explicit_gradients(count: int) -> None:
 def test_an_error_that_every_micro_batch_repeats_is_all_bias() -> None:
     model = network(2)
     model.functions = [Sage("paper")] * 2
-    QuantizationProbe(model, Reference(), model.groups, CPU).measure(passes(runs_of(model, 1) * 3))
+    QuantizationProbe(model, Reference()).measure(passes(runs_of(model, 1) * 3))
     found = model.groups.metrics.reduce(CPU)
     for layer in ("0", "1", "embedding", "head"):
         error, bias = (found[f"quant_noise/{layer}/{what}_square"] for what in ("error", "bias"))
@@ -254,7 +254,7 @@ def test_the_rounding_of_linear_layers_is_in_the_error(attention: str) -> None:
     model, exact = (tiny.model(each, ParallelGroups.single()) for each in (cfg, low_bit("sdpa", precision="bf16")))
     assert model.quantized and any(model.matmuls[0].values()) and not model.matmuls[1]
     before = model.matmuls, model.functions
-    QuantizationProbe(model, exact.functions[0], model.groups, CPU).measure(passes(runs_of(model, 2)))
+    QuantizationProbe(model, exact.functions[0]).measure(passes(runs_of(model, 2)))
     found = model.groups.metrics.reduce(CPU)
     assert (model.matmuls, model.functions) == before
     rounded, plain = (
@@ -291,7 +291,7 @@ def batches(groups: ParallelGroups, step: int = 0, sequences: int = 4) -> list[B
 def probe_of(engine: Engine, chosen: Callable[[TensorSpec], bool] = every) -> QuantizationProbe:
     """Return a probe of the chosen tensors."""
     leaves = {name: leaf for name, leaf in engine.leaves().items() if chosen(engine.model.specs[name])}
-    return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device, leaves)
+    return QuantizationProbe(engine.model, Reference(), leaves)
 
 
 CASES: dict[str, Callable[[TensorSpec], bool]] = {

@@ -43,7 +43,7 @@ def every_observer(engine: Engine) -> Observers:
     return Observers(
         noise=GradientNoise(leaves, model.every_spec.values(), groups, device),
         probes=[
-            QuantizationProbe(model, Reference(), groups, device, leaves),
+            QuantizationProbe(model, Reference(), leaves),
             LinearErrors(model, range(2), leaves),
         ],
         watch=Monitor(MonitorConfig(every_steps=1), model, gains).watch(1),
