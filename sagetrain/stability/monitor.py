@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -43,7 +42,7 @@ from sagekernels.observe import Kept, Sample, keep, measure, observed, pooled_co
 from sagetrain.config.arithmetic import attention_calls
 from sagetrain.config.schema import MonitorConfig
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.metrics import Metrics, share
+from sagetrain.parallel.metrics import share
 
 EVERY_STEPS = 100
 """The number of steps that `auto` stands for where something is quantized."""
@@ -67,23 +66,25 @@ class Monitor:
         self.every = EVERY_STEPS if config.every_steps == "auto" else config.every_steps
         count = model.config.num_layers
         self.chosen = set(range(count)) if config.layers == "all" else {layer % count for layer in config.layers}
-        self._model, self._gains, self._scores = model, gains, scores
+        self.model, self.scores, self._gains = model, scores, gains
+
+    @property
+    def quantized(self) -> list[int]:
+        """The layers of this pipeline stage that quantize something now, and report their calls."""
+        pairs = zip(self.model.numbers, self.model.functions, strict=True)
+        return [layer for layer, function in pairs if function.quantized]
 
     @property
     def layers(self) -> list[int]:
-        """The chosen layers of this pipeline stage that quantize something now."""
-        return [layer for layer in self._quantized() if layer in self.chosen]
+        """The chosen layers of this pipeline stage that quantize something now, which are measured."""
+        return [layer for layer in self.quantized if layer in self.chosen]
 
     def watch(self, step: int) -> Callable[[int, int], WatchedAttention] | None:
         """Return what watches a micro-batch of step number `step`, of so many sequences of so many tokens. Return None
         if nothing is measured at that step. In a pipeline all stages take part, whatever their own layers do."""
-        if self.every is None or step % self.every or not (self.layers or self._model.groups.pp_size > 1):
+        if self.every is None or step % self.every or not (self.layers or self.model.groups.pp_size > 1):
             return None
-        return partial(self._watched, step // self.every)
-
-    def _quantized(self) -> list[int]:
-        pairs = zip(self._model.numbers, self._model.functions, strict=True)
-        return [layer for layer, function in pairs if function.quantized]
+        return partial(WatchedAttention, self, step // self.every)
 
     @contextmanager
     def micro_batch(self, turn: int, num_sequences: int, length: int) -> Iterator[None]:
@@ -94,30 +95,15 @@ class Monitor:
             turn: number of the measurement; another one takes another sample.
             num_sequences: sequences on this rank (with its context-parallel group).
         """
-        watched, blocks = self._watched(turn, num_sequences, length), range(self._model.config.num_layers)
+        watched, blocks = WatchedAttention(self, turn, num_sequences, length), range(self.model.config.num_layers)
         watched.expect(blocks, backward=False)
         with watched.passing(blocks, backward=True):
             yield
         watched.end()
 
-    def _watched(self, turn: int, num_sequences: int, length: int) -> WatchedAttention:
-        model, groups = self._model, self._model.groups
-        own_tokens = num_sequences * length // groups.cp_size
-        parts = attention_calls(num_sequences, own_tokens, groups.tp_size, model.overlap)
-        return WatchedAttention(
-            self._quantized(),
-            set(self.layers),
-            model.recomputed_blocks,
-            parts,
-            num_sequences // parts,
-            self._scores,
-            turn,
-            groups.metrics,
-            groups.num_replicas,
-            conclude=partial(self._add_gains, groups.metrics),
-        )
-
-    def _add_gains(self, metrics: Metrics) -> None:
+    def add_gains(self) -> None:
+        """Add the gains of QK-norm of the measured layers."""
+        metrics = self.model.groups.metrics
         tags = {
             f"blocks.{layer}.attention.{norm}.gain": f"quant/{layer}/{tensor}"
             for layer in self.layers
@@ -129,43 +115,33 @@ class Monitor:
                 metrics.max(f"{tag}/gain_max", torch.cat([gain.flatten(), gain.new_full((1,), -math.inf)]).max())
 
 
-@dataclass
 class WatchedAttention:
     """The observer of the attention calls in one micro-batch (engines/protocol.Watched)."""
 
-    quantized: list[int]
-    """The layers that quantize something, which report their calls."""
-    layers: set[int]
-    """The layers that are measured."""
-    recomputed: int
-    """The number of blocks, from the first on, whose forward pass runs once more in the backward pass."""
-    parts: int
-    """Number of calls of a layer in one pass."""
-    sequences: int
-    """Number of sequences in one call."""
-    scores: int
-    turn: int
-    metrics: Metrics
-    replicas: int
-    """Number of replicas that gradients are averaged over later."""
-    conclude: Callable[[], None]
-    """Adds what is measured beside the calls."""
-    order: list[int | None] = field(default_factory=list)
-    """Layers of the forward passes so far and of those that are expected. None stands for a pass of which nothing is
-    kept."""
-    forwards: int = 0
-    kept: dict[int, tuple[int, Kept]] = field(default_factory=dict)
-    """Layer and sample of a forward pass, by the address of what it saved for its backward pass."""
-    measured: int = 0
+    def __init__(self, monitor: Monitor, turn: int, num_sequences: int, length: int) -> None:
+        model, groups = monitor.model, monitor.model.groups
+        self._monitor, self._turn, self._groups = monitor, turn, groups
+        self._quantized, self._layers, self._recomputed = monitor.quantized, monitor.layers, model.recomputed_blocks
+        own_tokens = num_sequences * length // groups.cp_size
+        self._parts = attention_calls(num_sequences, own_tokens, groups.tp_size, model.overlap)
+        """The number of calls of a layer in one pass."""
+        self._sequences = num_sequences // self._parts
+        """The number of sequences in one call."""
+        self._order: list[int | None] = []
+        """Layers of the forward passes so far and of those that are expected. None stands for a pass of which nothing
+        is kept."""
+        self._kept: dict[int, tuple[int, Kept]] = {}
+        """Layer and sample of a forward pass, by the address of what it saved for its backward pass."""
+        self._forwards = self._measured = 0
 
     def expect(self, blocks: range, backward: bool) -> None:
         """Expect the calls of a pass through these blocks."""
-        order = [layer for layer in self.quantized if layer in blocks for _ in range(self.parts)]
+        order = [layer for layer in self._quantized if layer in blocks for _ in range(self._parts)]
         # The first forward pass keeps only residual streams of the blocks that are recomputed.
         if backward:
-            self.order += [layer for layer in reversed(order) if layer < self.recomputed]
+            self._order += [layer for layer in reversed(order) if layer < self._recomputed]
         else:
-            self.order += [None if layer < self.recomputed else layer for layer in order]
+            self._order += [None if layer < self._recomputed else layer for layer in order]
 
     @contextmanager
     def passing(self, blocks: range, backward: bool) -> Iterator[None]:
@@ -175,18 +151,19 @@ class WatchedAttention:
             yield
 
     def forward(self, call: Call, saved: Saved) -> None:
-        layer = self.order[self.forwards] if self.forwards < len(self.order) else None
-        self.forwards += 1
-        if layer in self.layers:
-            sample = Sample.of(call.q, call.k, self.sequences // call.q.shape[0], self.scores, self.turn)
-            self.kept[saved.lse.data_ptr()] = layer, keep(call, sample)
+        layer = self._order[self._forwards] if self._forwards < len(self._order) else None
+        self._forwards += 1
+        if layer in self._layers:
+            each = self._sequences // call.q.shape[0]
+            sample = Sample.of(call.q, call.k, each, self._monitor.scores, self._turn)
+            self._kept[saved.lse.data_ptr()] = layer, keep(call, sample)
 
     def backward(self, call: BackwardCall, grads: Gradients) -> None:
-        if (found := self.kept.pop(call.saved.lse.data_ptr(), None)) is None:
+        if (found := self._kept.pop(call.saved.lse.data_ptr(), None)) is None:
             return
         layer, kept = found
-        self.measured += 1
-        tag, metrics = f"quant/{layer}", self.metrics
+        self._measured += 1
+        tag, metrics = f"quant/{layer}", self._groups.metrics
         sums = measure(call, grads, kept)
         for name, squares in sums.squares.items():
             metrics.derive(f"{tag}/{name}/cosine", pooled_cosine, *squares.unbind())
@@ -194,7 +171,8 @@ class WatchedAttention:
         for name, counts in sums.zeros.items():
             metrics.derive(f"{tag}/dS/zero_share_{name}", share, *counts.unbind())
         for name, (least, largest) in sums.scales.items():
-            part = 1 / self.replicas if name.startswith("d") else 1
+            # The step averages gradients over the replicas.
+            part = 1 / self._groups.num_replicas if name.startswith("d") else 1
             metrics.min(f"{tag}/{name}/scale_min", least * part)
             metrics.max(f"{tag}/{name}/scale_max", largest * part)
         metrics.max(f"{tag}/S/largest", sums.largest_logit)
@@ -202,11 +180,11 @@ class WatchedAttention:
     def end(self) -> None:
         """Check that every call came, and that every layer was measured. Raises RuntimeError if the calls of attention
         were not those of one forward and one backward pass."""
-        expected = sum(layer in self.layers for layer in self.order)
-        if (self.forwards, self.measured) != (len(self.order), expected):
+        expected = sum(layer in self._layers for layer in self._order)
+        if (self._forwards, self._measured) != (len(self._order), expected):
             raise RuntimeError(
-                f"stability.monitor: {self.forwards} forward passes of INT8 attention and {self.measured} measured "
-                f"backward passes in a micro-batch, not {len(self.order)} and {expected}; "
+                f"stability.monitor: {self._forwards} forward passes of INT8 attention and {self._measured} measured "
+                f"backward passes in a micro-batch, not {len(self._order)} and {expected}; "
                 "stability.monitor.every_steps null turns the monitor off"
             )
-        self.conclude()
+        self._monitor.add_gains()
