@@ -31,33 +31,22 @@ class SampleStream:
     """The endless sequence of samples from a list of sources."""
 
     def __init__(
-        self,
-        sources: list[DataSource],
-        seq_length: int,
-        seed: int,
-        document_attention: bool = True,
-        document_positions: bool = True,
-        vocab_size: int | None = None,
-        tokenizer_sha256: str | None = None,
+        self, data: DataConfig, sources: list[DataSource], seed: int, vocab_size: int, tokenizer_sha256: str | None
     ):
-        """Open the token files. Raises ConfigError if they contradict the last two arguments, or open_sources refuses
-        them.
+        """Open the token files of some of a run's sources. Raises ConfigError if they contradict the last two
+        arguments, or open_sources refuses them.
 
         Args:
             sources: the token files and their weights. Weights are all numbers, or all "proportional"
                 (config.rules.data).
             seed: seed of the order of samples.
-            document_attention: whether attention stays within documents.
-            document_positions: whether positions restart at each document.
             vocab_size: size of the vocabulary. Tokens outside of it are errors when they are read.
-            tokenizer_sha256: hash of the tokenizer. Files that were made with another one are errors.
+            tokenizer_sha256: hash of the run's tokenizer, if it has one. Files that were made with another one are
+                errors.
         """
-        self.seq_length = seq_length
-        self.seed = seed
-        self.document_attention = document_attention
-        self.document_positions = document_positions
-        self._vocab_size = vocab_size
-        self._sources = open_sources(sources, seq_length, document_attention, tokenizer_sha256)
+        self.seq_length, self.seed, self._vocab_size = data.seq_length, seed, vocab_size
+        self.document_attention, self.document_positions = data.document_attention, data.document_positions
+        self._sources = open_sources(sources, data.seq_length, data.document_attention, tokenizer_sha256)
         self._files = [file for source in self._sources for file in source.files]
         self.names = source_names([source.path for source in sources])
         self._identities = [source.identity() for source in self._sources]
@@ -66,21 +55,6 @@ class SampleStream:
         ]
         self._blend = order.Blend(self._weights)
         self.fingerprint = self._fingerprint()
-
-    @classmethod
-    def configured(
-        cls, data: DataConfig, sources: list[DataSource], seed: int, vocab_size: int, tokenizer_sha256: str | None
-    ) -> SampleStream:
-        """Build the stream of some of a run's sources, with the run's tokenizer, if it has one."""
-        return cls(
-            sources,
-            seq_length=data.seq_length,
-            seed=seed,
-            document_attention=data.document_attention,
-            document_positions=data.document_positions,
-            vocab_size=vocab_size,
-            tokenizer_sha256=tokenizer_sha256,
-        )
 
     @property
     def num_windows(self) -> int:
@@ -124,8 +98,7 @@ class SampleStream:
         file, window = self._sources[source].window(window)
         start = window * self.seq_length
         tokens = file.tokens(start, start + self.seq_length + 1)
-        if self._vocab_size is not None:
-            check_vocabulary(file, tokens, self._vocab_size)
+        check_vocabulary(file, tokens, self._vocab_size)
         begins = file.document_starts(start, start + self.seq_length)
         counted = file.counted(start + 1, start + self.seq_length + 1)
         return Sample(tokens, [begin - start for begin in begins], source, counted)

@@ -67,7 +67,7 @@ class TrainedRun:
     def stream(self, sources: list[DataSource]) -> SampleStream:
         """Open some of the data. Raises ConfigError if it cannot be read, or comes from another tokenizer."""
         sha256 = self.tokenizer.sha256 if self.tokenizer else None
-        return SampleStream.configured(self.cfg.data, sources, self.cfg.training.seed, self.vocab_size, sha256)
+        return SampleStream(self.cfg.data, sources, self.cfg.training.seed, self.vocab_size, sha256)
 
 
 @dataclass(frozen=True)

@@ -159,12 +159,12 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
     vocab_size = cfg.model.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     sha256 = tokenizer.sha256 if tokenizer else None
     records = prepared(cfg.data)
-    stream = partial(SampleStream.configured, cfg.data, seed=cfg.training.seed, vocab_size=vocab_size)
+    known = cfg.training.seed, vocab_size, sha256
     if tokens is None:
-        train = stream(cfg.data.train, tokenizer_sha256=sha256)
+        train = SampleStream(cfg.data, cfg.data.train, *known)
     else:
         train = FunctionStream(tokens, cfg.data, cfg.training.seed, vocab_size)
-    valid = stream(cfg.data.valid, tokenizer_sha256=sha256) if cfg.data.valid else None
+    valid = SampleStream(cfg.data, cfg.data.valid, *known) if cfg.data.valid else None
     identity = inputs.identity(cfg, vocab_size, sha256, train.fingerprint, loss and name_of(loss))
     init_from.check(folder.checkpoints, cfg, identity)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]

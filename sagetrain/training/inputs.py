@@ -327,7 +327,7 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
         if goes_on:
             stream = None
             if whole and vocab_size:
-                stream = SampleStream.configured(cfg.data, cfg.data.train, cfg.training.seed, vocab_size, sha256)
+                stream = SampleStream(cfg.data, cfg.data.train, cfg.training.seed, vocab_size, sha256)
             yield from _resume(cfg, root, vocab_size, sha256, stream)
         else:
             moments = cfg.training.init_moments

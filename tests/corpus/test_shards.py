@@ -19,7 +19,7 @@ from sagetrain.config.schema import DataSource
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
 from sagetrain.corpus.token_writer import TokenFileWriter
-from sagetrain.data.loader import SampleStream
+from streams import stream_of
 
 
 def write_inputs(folder: Path) -> list[str]:
@@ -48,7 +48,7 @@ def test_the_parts_together_are_the_whole(tmp_path, model, count):
         files = [tmp_path / f"d/{side}-{number:05}-of-{count:05}" for number in range(1, count + 1)]
         assert [document for file in files for document in documents(file)] == documents(tmp_path / f"whole/{side}")
         assert DataSource(path=f"{tmp_path}/d/{side}-*").files == list(map(str, files))
-    assert SampleStream([DataSource(path=f"{tmp_path}/d/train-*")], 8, 0).num_tokens == whole.counts["train"].tokens
+    assert stream_of([DataSource(path=f"{tmp_path}/d/train-*")], 8, 0).num_tokens == whole.counts["train"].tokens
     assert prepare(inputs, tmp_path / "d/train", shard=f"1/{count}", say=said.append, **options).already_there
 
 

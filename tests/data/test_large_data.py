@@ -14,6 +14,7 @@ from sagetrain.config.schema import DataSource
 from sagetrain.data import token_files
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFile, token_path
+from streams import stream_of
 
 TOKENS = 1 << 27  # A file has this many tokens.
 
@@ -38,7 +39,7 @@ def write(path: Path, seed: int, tokens: int = TOKENS, documents: int = 2) -> st
 
 
 def opened(folder: Path) -> SampleStream:
-    return SampleStream([DataSource(path=f"{folder}/*")], 4096, 0)
+    return stream_of([DataSource(path=f"{folder}/*")], 4096, 0)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data import token_files, verify
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_files import source_names
+from streams import stream_of
 
 EOS = 0
 S = 16
@@ -47,13 +48,13 @@ def source(tmp_path) -> DataSource:
 
 @pytest.fixture
 def stream(source) -> SampleStream:
-    return SampleStream([source], S, seed=7)
+    return stream_of([source], S, seed=7)
 
 
 @pytest.fixture
 def mixed(tmp_path) -> SampleStream:
     sources = [write(tmp_path / f"s{n}", size, n) for n, size in enumerate((3000, 900, 150))]
-    return SampleStream(
+    return stream_of(
         [DataSource(path=one.path, weight=w) for one, w in zip(sources, (0.5, 0.3, 0.2), strict=True)], S, seed=3
     )
 
@@ -76,8 +77,8 @@ def test_files_of_a_pattern_are_one_source(tmp_path):
     for seed, (name, size) in enumerate(sizes.items()):
         write(tmp_path / name, size, seed)
     (tmp_path / "web-5.bin.partial").write_bytes(b"")
-    stream = SampleStream([DataSource(path=str(tmp_path / "web-*"))], S, seed=1)
-    parts = [SampleStream([DataSource(path=str(tmp_path / name))], S, 0) for name in sizes if name != "web-2"]
+    stream = stream_of([DataSource(path=str(tmp_path / "web-*"))], S, seed=1)
+    parts = [stream_of([DataSource(path=str(tmp_path / name))], S, 0) for name in sizes if name != "web-2"]
     assert stream.num_windows == sum(part.num_windows for part in parts)
     assert stream.num_tokens == sum(sizes.values())
 
@@ -88,17 +89,17 @@ def test_files_of_a_pattern_are_one_source(tmp_path):
     assert sorted(windows(stream)) == sorted(window for part in parts for window in windows(part))
     fingerprint = stream.fingerprint
     write(tmp_path / "web-6", 100)
-    assert SampleStream([DataSource(path=str(tmp_path / "web-*"))], S, seed=1).fingerprint != fingerprint
+    assert stream_of([DataSource(path=str(tmp_path / "web-*"))], S, seed=1).fingerprint != fingerprint
     with pytest.raises(ConfigError, match=r"none-\*: no .*none-\*\.idx; `sagetrain prepare`"):
-        SampleStream([DataSource(path=str(tmp_path / "none-*"))], S, 0)
+        stream_of([DataSource(path=str(tmp_path / "none-*"))], S, 0)
     with pytest.raises(ConfigError, match=r"web-\[2\] has 5 tokens, too few for one sequence"):
-        SampleStream([DataSource(path=str(tmp_path / "web-[2]"))], S, 0)
+        stream_of([DataSource(path=str(tmp_path / "web-[2]"))], S, 0)
 
 
 def test_proportional_weights_pass_over_all_text_equally_often(tmp_path):
     sources = [write(tmp_path / f"s{n}", size, n) for n, size in enumerate((4801, 161, 1601))]
     proportional = [DataSource(path=source.path, weight="proportional") for source in sources]
-    stream = SampleStream(proportional, S, seed=3)
+    stream = stream_of(proportional, S, seed=3)
     assert stream.num_windows == 300 + 10 + 100
     drawn = [stream.locate(i) for i in range(stream.num_windows)]
     assert len(set(drawn)) == stream.num_windows
@@ -113,10 +114,10 @@ def test_more_small_sources_than_files_may_be_open(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
     try:
         sources = [DataSource(path=str(tmp_path / f"{number:04}")) for number in range(count)]
-        stream = SampleStream(sources, S, seed=0)
+        stream = stream_of(sources, S, seed=0)
         assert sorted(stream.locate(i)[0] for i in range(count)) == list(range(count))
         assert len({stream.sample(i).tokens.tobytes() for i in range(count)}) > 1
-        assert SampleStream([DataSource(path=str(tmp_path / "*"))], S, seed=0).num_windows == 2 * count
+        assert stream_of([DataSource(path=str(tmp_path / "*"))], S, seed=0).num_windows == 2 * count
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -124,7 +125,7 @@ def test_more_small_sources_than_files_may_be_open(tmp_path):
 def test_more_files_than_a_process_may_open(source, monkeypatch):
     monkeypatch.setattr(resource, "prlimit", lambda process, what: (300, 400))
     with pytest.raises(ConfigError, match=r"the 1 token files .* a process may have 400 here \(ulimit -Hn\)"):
-        SampleStream([source], S, 0)
+        stream_of([source], S, 0)
 
 
 def test_open_files_are_allowed_here_and_to_the_process_above() -> None:
@@ -179,7 +180,7 @@ def test_samples_are_windows_of_the_file(source, stream):
 
 def test_seed_decides_the_order(source):
     def order(seed):
-        stream = SampleStream([source], S, seed)
+        stream = stream_of([source], S, seed)
         return [stream.locate(i) for i in range(100)]
 
     assert order(1) == order(1)
@@ -226,7 +227,7 @@ def test_evaluation_takes_exactly_the_sequences_asked_for(source, dp_size, micro
     batches."""
 
     def loaders(seed, dp_size, micro_batch_size):
-        stream = SampleStream([source], S, seed)
+        stream = stream_of([source], S, seed)
         return [Loader(stream, dp_rank=r, dp_size=dp_size, micro_batch_size=micro_batch_size) for r in range(dp_size)]
 
     there = min(count, (5000 - 1) // S)
@@ -273,7 +274,7 @@ def test_lengths_of_documents(stream):
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize("positions", [True, False])
 def test_documents_in_a_batch(source, attention, positions):
-    stream = SampleStream([source], S, 0, attention, positions)
+    stream = stream_of([source], S, 0, attention, positions)
     for batch in Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=4).step_batches(0, 200 * S):
         assert batch.tokens.shape == batch.labels.shape == (4, S)
         assert batch.tokens.dtype == batch.labels.dtype == torch.int64
@@ -313,26 +314,26 @@ def test_source_errors(tmp_path, source):
         ConfigError,
         match=r"short has 16 tokens, too few for one sequence of data\.seq_length 16 .*; more text, or a shorter",
     ):
-        SampleStream([source, short], S, 0)
-    assert SampleStream([write(tmp_path / "enough", S + 1)], S, 0).num_windows == 1
+        stream_of([source, short], S, 0)
+    assert stream_of([write(tmp_path / "enough", S + 1)], S, 0).num_windows == 1
     with pytest.raises(ConfigError, match=r"none\.idx does not exist"):
-        SampleStream([DataSource(path=str(tmp_path / "none"))], S, 0)
+        stream_of([DataSource(path=str(tmp_path / "none"))], S, 0)
     one = write(tmp_path / "one", 100, provenance={"tokenizer_sha256": "1"})
     two = write(tmp_path / "two", 100, provenance={"tokenizer_sha256": "2"})
     with pytest.raises(ConfigError, match=r"one and .*two were prepared with different tokenizers"):
-        SampleStream([one, source, two], S, 0)
-    SampleStream([one, source], S, 0, tokenizer_sha256="1")
+        stream_of([one, source, two], S, 0)
+    stream_of([one, source], S, 0, tokenizer_sha256="1")
     with pytest.raises(
         ConfigError,
         match=r"one was prepared with another tokenizer than data\.tokenizer .*; name its own, or prepare it again",
     ):
-        SampleStream([source, one], S, 0, tokenizer_sha256="2")
+        stream_of([source, one], S, 0, tokenizer_sha256="2")
     with pytest.raises(ConfigError, match="outside of the vocabulary of 3"):
-        SampleStream([source], S, 0, vocab_size=3).sample(0)
+        stream_of([source], S, 0, vocab_size=3).sample(0)
 
 
 def test_fingerprint(tmp_path, source):
-    stream = lambda sources, length=S, seed=0: SampleStream(sources, length, seed).fingerprint  # noqa: E731
+    stream = lambda sources, length=S, seed=0: stream_of(sources, length, seed).fingerprint  # noqa: E731
     reference = stream([source])
     (tmp_path / "elsewhere").mkdir()
     assert stream([write(tmp_path / "elsewhere" / "b", 5000)]) == reference
@@ -350,7 +351,7 @@ def test_fingerprint(tmp_path, source):
 
 def test_content_has_checksums_where_all_files_have_them(tmp_path, source):
     named = [write(tmp_path / name, 100, provenance={"sha256": name}) for name in "xy"]
-    first, second, mixed = (SampleStream(list(some), S, 0).content() for some in (named, named[::-1], [*named, source]))
+    first, second, mixed = (stream_of(list(some), S, 0).content() for some in (named, named[::-1], [*named, source]))
     assert list(first) == [" (samples)", " (checksums in .json)"]
     assert list(mixed) == [" (samples)"]
     assert first[" (checksums in .json)"] != second[" (checksums in .json)"]
@@ -382,7 +383,7 @@ def test_reads_of_an_index_at_the_start_do_not_grow_with_it(tmp_path, monkeypatc
         writer.add(np.ones(count, int), np.ones(count, int))
         writer.finish()
         writer.publish(provenance)
-        of = SampleStream([DataSource(path=str(tmp_path / "x"))], S, 0)
+        of = stream_of([DataSource(path=str(tmp_path / "x"))], S, 0)
         (file,) = of._files
         for first in (False, True):
             parts = file._lengths, file._offsets, file._documents = [

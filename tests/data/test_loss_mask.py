@@ -22,13 +22,14 @@ from sagetrain.corpus.records import Pairs
 from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data import verify
 from sagetrain.data.batch import MASKED, Batch
-from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.loader import Loader
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from started_from import configured
+from streams import stream_of
 
 LENGTHS = [5, 3, 16, 9, 7, 8, 11, 4, 20, 6, 15, 13, 2, 9, 16, 17]
 SEQUENCES = 10  # There are ten sequences of tiny.SEQ tokens, and one token more.
@@ -60,7 +61,7 @@ def test_samples_and_batches_say_what_counts(source: DataSource) -> None:
     file = TokenFile(source.path)
     file.validate(deep=True)
     mask, tokens = file.counted(0, file.num_tokens), file.tokens(0, file.num_tokens)
-    stream = SampleStream([source], tiny.SEQ, seed=7)
+    stream = stream_of([source], tiny.SEQ, seed=7)
     assert stream.masked and stream.num_windows == SEQUENCES
     whole = stream.counted(0, SEQUENCES)
     assert whole == mask[1 : SEQUENCES * tiny.SEQ + 1].sum() > 0
@@ -83,12 +84,12 @@ def test_samples_and_batches_say_what_counts(source: DataSource) -> None:
 
 def test_a_source_without_a_mask_counts_beside_a_masked_one(tmp_path: Path, source: DataSource) -> None:
     other = write(tmp_path / "b", masked=False, seed=1)
-    stream = SampleStream([source, other], tiny.SEQ, seed=7)
+    stream = stream_of([source, other], tiny.SEQ, seed=7)
     for index in range(12):
         counted = stream.sample(index).counted
         assert (counted is None) == (stream.locate(index)[0] == 1)
         assert stream.counted(index, 1) == (tiny.SEQ if counted is None else counted.sum())
-    plain = SampleStream([other], tiny.SEQ, seed=7)
+    plain = stream_of([other], tiny.SEQ, seed=7)
     assert not plain.masked and plain.counted(0, 4) is None
     (batch,) = Loader(plain, dp_rank=0, dp_size=1, micro_batch_size=2).step_batches(0, 2 * tiny.SEQ)
     assert batch.divisor is None and "divisor" not in batch.inputs(torch.device("cpu"))
@@ -104,7 +105,7 @@ def test_a_rank_reads_its_own_masks_and_ahead_in_threads(source: DataSource, num
         TokenFile, "counted",
         lambda file, start, stop: reads.append((start, threading.current_thread().name)) or read(file, start, stop),
     )  # fmt: skip
-    stream, step = SampleStream([source], tiny.SEQ, seed=7), 4 * tiny.SEQ
+    stream, step = stream_of([source], tiny.SEQ, seed=7), 4 * tiny.SEQ
     shares = []
     for rank in range(2):
         loader = Loader(stream, dp_rank=rank, dp_size=2, micro_batch_size=1, num_workers=num_workers)
@@ -122,7 +123,7 @@ def test_a_rank_reads_its_own_masks_and_ahead_in_threads(source: DataSource, num
 
 def test_another_mask_is_other_data(tmp_path: Path, source: DataSource) -> None:
     def known() -> tuple[str, dict[str, str]]:
-        stream = SampleStream([source], tiny.SEQ, seed=0)
+        stream = stream_of([source], tiny.SEQ, seed=0)
         return stream.fingerprint, verify.verify({"data.train": stream}, deep=False, say=print)
 
     order, content = known()
@@ -150,10 +151,10 @@ def test_a_mask_that_does_not_fit_is_named(source: DataSource, spoil, message: s
 
 def test_records_are_not_cut_by_another_sequence_length(tmp_path: Path, source: DataSource) -> None:
     token_path(source.path, ".json").write_text('{"seq_length": 16}')
-    assert SampleStream([source], 32, seed=0).num_windows == SEQUENCES // 2
+    assert stream_of([source], 32, seed=0).num_windows == SEQUENCES // 2
     said = r"prepared for sequences of 16 tokens \(--seq-length\), and data.seq_length \(eval: --context\) 8 would"
     with pytest.raises(ConfigError, match=said):
-        SampleStream([source], 8, seed=0)
+        stream_of([source], 8, seed=0)
 
 
 def test_text_in_the_place_of_records_leaves_no_mask(tmp_path: Path, source: DataSource) -> None:
@@ -176,7 +177,7 @@ def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
     for tp_size, cp_size, stage in layouts:
         groups = tiny.join(tp_size, cp_size)
         engine = tiny.engine(tiny.config(stage, optimizer={"clip_grad": 0.0}), groups)
-        stream = SampleStream([DataSource(path=path)], tiny.SEQ, seed=7)
+        stream = stream_of([DataSource(path=path)], tiny.SEQ, seed=7)
         loader = Loader(stream, dp_rank=groups.dp_rank, dp_size=groups.dp_size, micro_batch_size=1)
 
         def weights(engine=engine) -> dict[str, torch.Tensor]:
@@ -218,7 +219,7 @@ def test_the_loss_is_the_mean_over_counted_tokens_of_a_step(tmp_path: Path, sour
     cfg = tiny.config(0)
     model = tiny.model(cfg, tiny.ParallelGroups.single())
     truth = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    stream = SampleStream([source], tiny.SEQ, seed=7)
+    stream = stream_of([source], tiny.SEQ, seed=7)
     (batch,) = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=STEP).step_batches(0, STEP * tiny.SEQ)
     each = (batch.labels >= 0).sum(1)
     assert len(set(each.tolist())) > 2, "a mean of the sequences' means would be the same"
@@ -266,7 +267,7 @@ def test_fine_tuning_resumes_exactly(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path / "run.yaml", data, tmp_path / "run", **sections)
     finish("sagetrain", config)
     rows = rows_of(tmp_path / "run")
-    stream = SampleStream([DataSource(path=str(data / "train"))], 32, seed=0)
+    stream = stream_of([DataSource(path=str(data / "train"))], 32, seed=0)
     shares = [row["train/counted_share"] for row in rows if "train/loss" in row]
     assert shares == [stream.counted(8 * step, 8) / 256 for step in range(4)]
     assert 0.2 < min(shares) < 0.9

@@ -24,7 +24,7 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.manifest import read_manifest
 from sagetrain.config.schema import DataSource, NoiseAwareTokens
 from sagetrain.corpus.token_writer import TokenFileWriter
-from sagetrain.data.loader import SampleStream
+from streams import stream_of
 
 pytestmark = [*needs_gpu(), pytest.mark.long]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256
@@ -52,7 +52,7 @@ def make_data(folder: Path) -> None:
     for name, windows in (("order", None), ("train", SPOILED)):
         tokens = np.cumsum(draw.integers(0, 3, size=2_000 * SEQ)) % (VOCAB // 2)
         if windows:
-            stream = SampleStream([DataSource(path=str(folder / "order"))], SEQ, 0)
+            stream = stream_of([DataSource(path=str(folder / "order"))], SEQ, 0)
             for sample in windows:
                 _, window = stream.locate(sample)
                 tokens[window * SEQ : (window + 1) * SEQ] = VOCAB - 1

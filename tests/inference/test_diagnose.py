@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_the_checkpoint(run: Path, monkeypatch: pytest.
 
         block.attention.function = Sage("paper")
         block.attention.attend = tapped
-    stream = SampleStream.configured(data, data.valid, 0, again.vocab_size, again.tokenizer.sha256)
+    stream = SampleStream(data, data.valid, 0, again.vocab_size, again.tokenizer.sha256)
     (batch,) = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=2, num_workers=0).eval_batches(2)
     again.model(**batch.inputs(again.device)).backward()
     assert len(seen) == 2

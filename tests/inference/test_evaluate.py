@@ -17,11 +17,12 @@ from runs import finish, rows_of, sagetrain, write_config
 from sagetrain.cli.evaluate import _beside_unigram, _show_losses
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import NO_DATA, DataSource
-from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.loader import Loader
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import Evaluation, evaluate, evaluate_texts, together
 from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.inference.windows import windows
+from streams import stream_of
 
 EOS = 7
 
@@ -84,7 +85,7 @@ def test_unigram_loss_uses_frequencies_of_the_training_data(loaded: TrainedRun) 
     train = TokenFile(cfg.data.train[0].path)
     counts = 1 + np.bincount(train.tokens(1, (train.num_tokens - 1) // 32 * 32 + 1), minlength=512)
     nats = -np.log(counts / counts.sum())
-    held_out = Loader(SampleStream(cfg.data.valid, 32, seed=0), dp_rank=0, dp_size=1, micro_batch_size=1)
+    held_out = Loader(stream_of(cfg.data.valid, 32, seed=0), dp_rank=0, dp_size=1, micro_batch_size=1)
     expected = [nats[batch.labels.numpy()].mean() for batch in held_out.eval_batches(5)]
     one, five = (together(evaluate(loaded, sequences)) for sequences in (1, 5))
     assert (one.unigram_loss, five.unigram_loss) == pytest.approx((expected[0], np.mean(expected)), rel=1e-9)
@@ -103,7 +104,7 @@ def test_losses_at_another_context_are_of_such_sequences(loaded: TrainedRun) -> 
     for size, rows in ((8, 16), (64, 2)):
         run = at_context(loaded, size)
         assert (run.cfg.data.micro_batch_size, loaded.cfg.data.seq_length) == (rows, 32)
-        held_out = Loader(SampleStream(run.cfg.data.valid, size, seed=0), dp_rank=0, dp_size=1, micro_batch_size=1)
+        held_out = Loader(stream_of(run.cfg.data.valid, size, seed=0), dp_rank=0, dp_size=1, micro_batch_size=1)
         with torch.no_grad():
             losses = [loaded.model(**batch.inputs(loaded.device)).item() for batch in held_out.eval_batches(5)]
         found = together(evaluate(run, 5))

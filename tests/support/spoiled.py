@@ -8,8 +8,8 @@ import numpy as np
 
 from sagetrain.config.schema import DataSource
 from sagetrain.corpus.token_writer import TokenFileWriter
-from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFile
+from streams import stream_of
 
 MIDDLE = 13
 """The place in a sample where a document begins, for `begins`."""
@@ -24,7 +24,7 @@ def spoiled(corpus: Path, folder: Path, samples: Iterable[int], begins: int | No
         shutil.copy(file, folder)
     file = TokenFile(corpus / "train")
     tokens = np.array(file.tokens(0, file.num_tokens))
-    stream = SampleStream([DataSource(path=str(corpus / "train"))], seq_length, 0)
+    stream = stream_of([DataSource(path=str(corpus / "train"))], seq_length, 0)
     for sample in samples:
         _, window = stream.locate(sample)
         tokens[window * seq_length : (window + 1) * seq_length] = 500

@@ -28,13 +28,13 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.schema import DataSource, LoggingConfig
 from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.costs.accounting import flops_per_token
-from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
 from sagetrain.training import reporter, writers
 from sagetrain.training.callbacks import Callback, Callbacks, Position, RunStart
 from sagetrain.training.tensorboard import TensorBoard
 from sagetrain.training.writers import MetricsWriter
+from streams import stream_of
 from trained import make_trainer
 
 
@@ -269,7 +269,7 @@ def test_mfu_counts_attention_inside_documents(corpus: Path, tmp_path: Path) -> 
     assert all(("norms/1/activation" in row) == ("norms/head/gradient" in row) == (row["step"] == 4) for row in steps)
     assert sorted(path.name for path in (tmp_path / "run/profile").iterdir()) == ["rank-0.json", "rank-1.json"]
     model, vocab = tiny.config(1).model, padded_vocab_size(512)
-    inside = SampleStream([DataSource(path=data)], tiny.SEQ, 0).document_lengths(16)
+    inside = stream_of([DataSource(path=data)], tiny.SEQ, 0).document_lengths(16)
     # There are two steps of four sequences each.
     for row, sequences in zip(steps, (inside[:8], inside[8:]), strict=True):
         span = sum(n * n for documents in sequences for n in documents) / (8 * tiny.SEQ)
