@@ -91,7 +91,12 @@ class Saver:
         begins: Callable[[], None] = lambda: None,
         published: Callable[[], None] = lambda: None,
     ):
-        self._tolerate, self._troubles = 60 * settings.tolerate_minutes, deque[tuple[int, int, str]]()
+        self._tolerate = 60 * settings.tolerate_minutes
+        self.troubles = deque[tuple[int, int, str]]()
+        """The step, the tokens and the error of each checkpoint that could not be written and is tried again. Whoever
+        reports them takes them out."""
+        self.saved = deque[Saved]()
+        """The checkpoints that have been published. Whoever reports them takes them out."""
         self._told_error: CheckpointError | None = None
         self.retries = False
         """This is true while a checkpoint that could not be written is tried again."""
@@ -107,7 +112,6 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._progress = 0
         self._failure: BaseException | None = None
-        self._saved: deque[Saved] = deque()
         self.published_step = 0
         """The step of the newest checkpoint that this saver has published; 0: none yet."""
 
@@ -121,15 +125,6 @@ class Saver:
         """Whether a save has failed on this rank. The other ranks learn of the failure at about the same time, but
         maybe not yet."""
         return self._failure is not None
-
-    def take_saved(self) -> Saved | None:
-        """Return a checkpoint that has been published and not yet taken; None if there is none."""
-        return self._saved.popleft() if self._saved else None
-
-    def take_trouble(self) -> tuple[int, int, str] | None:
-        """Return the step and the tokens of a checkpoint that could not be written and is tried again, and the error;
-        None if there is none that was not yet taken."""
-        return self._troubles.popleft() if self._troubles else None
 
     def wait_for_an_attempt(self) -> None:
         """Wait until the checkpoint that is being written is published, or could not be written for the first time."""
@@ -228,7 +223,7 @@ class Saver:
             self._failure = failure
         else:
             self.published_step = snapshot.step
-            self._saved.append(Saved(snapshot.step, snapshot.tokens, stall, time.perf_counter() - begin))
+            self.saved.append(Saved(snapshot.step, snapshot.tokens, stall, time.perf_counter() - begin))
         finally:
             self.retries = False
 
@@ -246,7 +241,7 @@ class Saver:
                 if self._told(lambda: time.perf_counter() - begin >= self._tolerate, "cannot save"):
                     raise
                 if not self.retries:
-                    self._troubles.append((snapshot.step, snapshot.tokens, str(failure)))
+                    self.troubles.append((snapshot.step, snapshot.tokens, str(failure)))
                 self.retries = True
             end = time.perf_counter() + pause
             while time.perf_counter() < end:

@@ -255,7 +255,7 @@ def meet(
     checkpoint, damaged = on_disk.newest_whole(folder.checkpoints, reporter.say)
     # The checkpoint is checked before `auto` is measured and the model is built.
     step = on_disk.step_of(checkpoint) if checkpoint else 0
-    copies, copied = _copies(cfg, folder, groups, reporter, step, damaged)
+    copies, copied = _copies(cfg, folder, groups, step, damaged)
     checkpoint = copied or checkpoint
     part = check_part(checkpoint, cfg, files, hashes, stopped) if checkpoint else (0, False)
     found = device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter, step, copies, copied is not None
@@ -266,7 +266,6 @@ def _copies(
     cfg: RunConfig,
     folder: RunFolder,
     groups: ParallelGroups,
-    reporter: Reporter,
     step: int,
     damaged: Sequence[Location],
 ) -> tuple[CopiesInMemory | None, Path | None]:

@@ -191,13 +191,14 @@ class Reporter:
 
     def saved(self, saver: Saver) -> None:
         """Report the checkpoints that have been published since the last call, and those that could not be written."""
-        while trouble := saver.take_trouble():
-            step, tokens, error = trouble
+        while saver.troubles:
+            step, tokens, error = saver.troubles.popleft()
             text = (
                 f"the checkpoint of step {step} could not be written; training goes on and it is tried again: {error}"
             )
             self.event(Position(step, tokens), Event("save_failed", text))
-        while saved := saver.take_saved():
+        while saver.saved:
+            saved = saver.saved.popleft()
             self.write(
                 Position(saved.step, saved.tokens),
                 {
