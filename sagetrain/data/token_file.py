@@ -265,13 +265,14 @@ class TokenFile:
         recorded = self.provenance()
         vocab_size = vocab_size or recorded.get("vocab_size")
         digest, mask_digest, some = hashlib.sha256(), hashlib.sha256(), False
-        for start, block in self._all_blocks():
+        for start, stop in _ranges(self.num_tokens, _BLOCK):
+            block = self.tokens(start, stop)
             digest.update(block.astype(self.dtype.newbyteorder("<")).tobytes())
             if vocab_size and (block.min() < 0 or block.max() >= vocab_size):
                 where = start + int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
                 raise self._damaged(f"token {where:,} is outside of the vocabulary of {vocab_size:,}")
             if self.masked:
-                counted = self.counted(start, start + len(block))
+                counted = self.counted(start, stop)
                 assert counted is not None
                 mask_digest.update(counted.tobytes())
                 some |= bool(counted.any())
@@ -282,10 +283,6 @@ class TokenFile:
             raise self._damaged("by its .mask no token counts in the loss")
         if self.masked and recorded.get("mask_sha256") not in (None, mask_digest.hexdigest()):
             raise self._damaged("the .mask does not have the checksum that was recorded when it was written")
-
-    def _all_blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        for start in range(0, self.num_tokens, _BLOCK):
-            yield start, self.tokens(start, min(start + _BLOCK, self.num_tokens))
 
     def _damaged(self, what: str) -> ConfigError:
         what = f"token file {self.path}: {what}; the file is damaged or incomplete: prepare it again"

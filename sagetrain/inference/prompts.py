@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.corpus.chunk import loads
 from sagetrain.corpus.kinds import Kind, compression, kind_of
-from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
 
 
 def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_file: Path | None = None) -> list[str]:
@@ -38,12 +37,6 @@ def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_fil
     if prompt_file is not None:
         return _lines_of(prompt_file)
     return [_word(word) for word in words or [""]]
-
-
-def joined_ends(prompts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a sentence for each prompt that ends in white space which the tokenizer joins to a word behind it."""
-    for prompt in filter(tokenizer.ends_inside, prompts):
-        yield f"the prompt {prompt[-40:]!r}: {INSIDE}; {LEAVE_OUT}"
 
 
 def _word(word: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chat_template import settled_template
-from sagetrain.inference.prompts import joined_ends
+from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT
 
 # These modules import torch.
 if TYPE_CHECKING:
@@ -32,8 +32,11 @@ class GenerateRequest:
     """The chat template. Empty: the one that the data was made with, or the tokenizer's own."""
 
     def remarks(self, run: TrainedRun) -> list[str]:
-        """Return what is unusual about the prompts."""
-        return [] if self.chat or not run.tokenizer else list(joined_ends(self.prompts, run.tokenizer))
+        """Return a sentence for each prompt that ends in white space which the tokenizer joins to a word behind it."""
+        if self.chat or not run.tokenizer:
+            return []
+        joined = filter(run.tokenizer.ends_inside, self.prompts)
+        return [f"the prompt {prompt[-40:]!r}: {INSIDE}; {LEAVE_OUT}" for prompt in joined]
 
     def _template(self, run: TrainedRun) -> str | None:
         if not self.chat or not run.tokenizer:
