@@ -218,8 +218,13 @@ def _columns(value: Any) -> str:
 
 
 def _lists_in(value: Mapping[str, Any]) -> str:
-    """Say where a file's one object has its records, if it seems to have them."""
-    lists = (key for key, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict))
+    """Say which field of a record is a chat, or where a file's one object has its records, if it seems to have them."""
+    lists = {
+        key: each[0] for key, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict)
+    }
+    for key, first in lists.items():
+        if {"role", "from"} & first.keys():
+            return f". If {key!r} is a chat: {spelled('chat_field')} {key}, with {spelled('seq_length')}"
     return next((f". If its records are those under {key!r}: jq -c '.[\"{key}\"][]' FILE" for key in lists), "")
 
 

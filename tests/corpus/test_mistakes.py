@@ -34,6 +34,7 @@ GOOD = b'{"text": "fine"}'
 BAD_FILES = {
     "key.jsonl": (lines(GOOD, b'{"body": "x", "title": "y"}'), r"line 2: no key 'text'; .* body, title\. .*--text-key"),
     "nested.json": (b'{"data": [{"text": "x"}]}', r"line 1: no key 'text'; .*under 'data': jq -c '.*\"data\"\]\[\]'"),
+    "chat.jsonl": (b'{"messages": [{"role": "user"}]}', "If 'messages' is a chat: --chat-field messages, with"),
     "python.jsonl": (lines(b"{'text': 'x'}"), "line 1: not valid JSON: .*use json.dumps"),
     "several.jsonl": (lines(b'{"text": "a"}{"text": "b"}'), "line 1: not valid JSON: Extra.*several objects"),
     "mac.csv": (b"text\ra\rb\r", r"1: .*tr '\\r' '\\n'"),
