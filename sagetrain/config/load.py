@@ -21,6 +21,7 @@ from sagetrain.config.errors import (
     Readable,
     beyond_ascii,
     is_utf8,
+    many,
     refuse_pointer,
     shown,
     url_meant,
@@ -215,7 +216,7 @@ class _Source:
     def raise_problems(self) -> None:
         """Raise ConfigError with all problems found so far, if there are any."""
         if self.problems:
-            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            count = many(len(self.problems), "problem")
             raise ConfigError("\n  ".join([f"{count} in the configuration {self.file}:", *self.problems]))
 
     def _override(self, text: str) -> None:

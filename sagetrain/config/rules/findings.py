@@ -51,12 +51,12 @@ def not_proven(
     for key, values in proven.items():
         value = functools.reduce(getattr, key.split("."), cast(object, cfg))
         if value not in values:
-            others = map(_spelled, values)
+            others = map(spelled, values)
             why, fix = f"was not proven with {feature} yet", f"use {' or '.join(map(str, others))}, or {without}"
             yield About(rule, key, "a section of its own" if isinstance(value, Section) else value).error(why, fix)
 
 
-def _spelled(value: object) -> object:
+def spelled(value: object) -> object:
     """Return a value as a fix names it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 

@@ -105,21 +105,19 @@ def _head(cfg: RunConfig) -> Iterator[Finding]:
         "its speed and errors: results/log/step.md",
     )
     head = About("linear_head", "linear.head", linear.head)
-    if not linear.low_bit:
-        fix = "use linear.precision int8 or fp8, or linear.head bf16"
-        yield head.error(f"needs the layers of the blocks in 8 bits, not linear.precision {linear.precision}", fix)
-    if cfg.model.experts is not None:
-        yield head.error("was not proven with model.experts yet", "use linear.head bf16")
-    if cfg.model.hidden_size % LOW_BIT_MULTIPLE:
-        yield head.error(
-            f"needs a model.hidden_size that is a multiple of {LOW_BIT_MULTIPLE}, not {cfg.model.hidden_size}",
-            f"use {hidden_sizes(cfg.model)}, or linear.head bf16",
-        )
-    if VOCAB_MULTIPLE % (LOW_BIT_MULTIPLE * ranks):
+    multiple, width = LOW_BIT_MULTIPLE, cfg.model.hidden_size
+    for wrong, why, fix in (
+        (not linear.low_bit, f"needs the layers of the blocks in 8 bits, not linear.precision {linear.precision}",
+         "use linear.precision int8 or fp8, or "),
+        (cfg.model.experts is not None, "was not proven with model.experts yet", "use "),
+        (width % multiple, f"needs a model.hidden_size that is a multiple of {multiple}, not {width}",
+         f"use {hidden_sizes(cfg.model)}, or "),
         # A rank's rows of the padded vocabulary are then a multiple, whatever the vocabulary is.
-        most = VOCAB_MULTIPLE // LOW_BIT_MULTIPLE
-        why = f"needs a parallel.tensor_parallel_size that divides {most}, not {ranks}, for a rank's share of the rows"
-        yield head.error(why, "use such a size, or linear.head bf16")
+        (VOCAB_MULTIPLE % (multiple * ranks), "needs a parallel.tensor_parallel_size that divides "
+         f"{VOCAB_MULTIPLE // multiple}, not {ranks}, for a rank's share of the rows", "use such a size, or "),
+    ):  # fmt: skip
+        if wrong:
+            yield head.error(why, f"{fix}linear.head bf16")
 
 
 def unreached(cfg: RunConfig) -> Iterator[Finding]:

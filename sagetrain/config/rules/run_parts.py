@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import About, neighbours, not_proven
+from sagetrain.config.rules.findings import About, neighbours, not_proven, spelled
 from sagetrain.config.run_parts import first_stage, lengths_of, parts, sequences_of
 from sagetrain.config.schema import RunConfig, StagedTokens
 from sagetrain.config.tokens_per_step import stages
@@ -52,10 +52,10 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         first = schedule.stages[0]
         yield About("sequences_of_run", "data.seq_length", cfg.data.seq_length).error(
             f"with data.micro_batch_size {cfg.data.micro_batch_size} and model.rope_scaling "
-            f"{_spelled(cfg.model.rope_scaling)} is not what any of tokens_per_step.stages has, which have lengths of "
+            f"{spelled(cfg.model.rope_scaling)} is not what any of tokens_per_step.stages has, which have lengths of "
             "their own",
             f"use those of the first stage: {first.seq_length}, {first.micro_batch_size}, "
-            f"{_spelled(first.rope_scaling)}",
+            f"{spelled(first.rope_scaling)}",
         )
         return
     yield from _borders(cfg, schedule)
@@ -91,7 +91,3 @@ def _borders(cfg: RunConfig, schedule: StagedTokens) -> Iterator[Finding]:
                 "have never met: the loss is higher there at first",
                 "give the stage a rope_scaling, or train for many tokens",
             )
-
-
-def _spelled(value: object) -> str:
-    return "null" if value is None else str(value)
