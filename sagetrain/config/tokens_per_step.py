@@ -13,6 +13,8 @@ from typing import NamedTuple
 from sagetrain.config.schema import ConstantTokens, NoiseAwareTokens, RampTokens, StagedTokens
 
 Schedule = ConstantTokens | RampTokens | StagedTokens | NoiseAwareTokens
+MOST_SIZES = 1_000_000
+"""The largest number of sizes that the steps of a schedule may have. Checks and plans go through all of them."""
 
 
 class ScheduleStage(NamedTuple):
@@ -22,6 +24,11 @@ class ScheduleStage(NamedTuple):
     tokens_per_step: int
     accumulation: int
     steps: int
+
+
+def sizes_of(schedule: Schedule) -> int:
+    """Return the number of sizes that the steps of a ramp have, 1 for other schedules."""
+    return abs(schedule.end - schedule.start) // schedule.rounding + 1 if isinstance(schedule, RampTokens) else 1
 
 
 def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:

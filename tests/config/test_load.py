@@ -366,7 +366,7 @@ def test_override_messages(tmp_path, override, expected):
     ("checkpoint.keep=5", "did you mean checkpoint.keep_last or checkpoint.keep_every_tokens?\n"),
     ("parallel.engine=FSDP2", "must be one of auto, deepspeed, fsdp; did you mean fsdp?\n"),
     ("parallel.offload=cpu", "must be one of none, optimizer, all; did you mean optimizer?\n"),
-    ("parallel.shard_size=auto", "must be a whole number above 0 or null\n"),
+    ("parallel.shard_size=auto", "must be a whole number above 0 and of at most 1000000 or null\n"),
     ("attention.backend=eager", "did you mean reference?\n"),
     ("attention.backend=flash_attention_2", "did you mean flash?\n"),
     ("linear.precision=FP8", "must be one of bf16, fp8, int8, auto; did you mean fp8?\n"),

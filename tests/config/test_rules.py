@@ -75,6 +75,8 @@ CASES = [
      "tensor_parallel_split", "error", "model.num_attention_heads", "3: is not a multiple of parallel.tensor_parallel_size 2", "use 2 or 4 with num_key_value_heads 2, or a tensor_parallel_size of 1"),
     ({"parallel": {"tensor_parallel_size": 4}, "model": {"num_key_value_heads": 2}}, 4,
      "tensor_parallel_split", "error", "model.num_key_value_heads", "2: is not a multiple of parallel.tensor_parallel_size 4", "use 4, or a tensor_parallel_size of 1, 2"),
+    ({"parallel": {"tensor_parallel_size": 3, "context_parallel_size": 10**6}, "model": {"num_key_value_heads": 2}}, 1,
+     "tensor_parallel_split", "error", "model.num_attention_heads", "4: is not a multiple of parallel.tensor_parallel_size 3", "use a smaller parallel.tensor_parallel_size or context"),
     ({"parallel": {"tensor_parallel_size": 2}, "model": {"ffn_hidden_size": 767}}, 2,
      "tensor_parallel_split", "error", "model.ffn_hidden_size", "767: is not a multiple", "use 766 or 768"),
     ({"model": {"num_key_value_heads": 3}}, 1,
@@ -213,7 +215,7 @@ CASES = [
     ({"tokens_per_step": ramp(65536, 10240, 10**6, 4096)}, 1,
      "ramp_multiple", "error", "tokens_per_step.end", "10240: is not a multiple of tokens_per_step.multiple 4096", "use 8192 or 12288, or a multiple such as 2048, which divides both ends"),
     ({"tokens_per_step": ramp(65536, 65536 * 10**7, 10**6)}, 1,
-     "ramp_too_fine", "error", "tokens_per_step.multiple", "null: with multiples of 65536 tokens the ramp has steps of 9,999,999 sizes", "use a larger multiple"),
+     "ramp_too_fine", "error", "tokens_per_step.multiple", "null: with multiples of 65536 tokens the ramp has steps of 10,000,000 sizes", "use a larger multiple"),
     ({"tokens_per_step": ramp(32768, 65536, 10**6)}, 1,
      "ramp_in_one_step", "warning", "tokens_per_step.multiple", "null: tokens per step are rounded down to multiples of 32768: 32768 until the ramp ends, then 65536", "4096 makes steps of that size between"),
     ({"tokens_per_step": staged((5, 65536))}, 1,
@@ -399,6 +401,15 @@ def test_vocabulary_smaller_than_the_tokenizers():
     finding = only(fit(run_config(model={"vocab_size": 1000}), 1, vocab_size=32000))
     assert "1000: is less than the 32000 tokens of the tokenizer" in str(finding)
     assert fit(run_config(model={"vocab_size": 32000}), 1, vocab_size=32000) == []
+
+
+def test_what_has_too_many_sizes_of_steps_is_checked_in_no_time():
+    cfg = run_config(
+        tokens_per_step=ramp(2048, 2048 * 10**12, 10**17),
+        training={"run_dir": "x", "total_tokens": 10**18},
+        linear={"keep_first_fraction": 0.5},
+    )
+    assert "ramp_too_fine" in {found.rule for found in check(cfg, 1, files=False)}
 
 
 def test_the_vocabulary_is_padded():

@@ -12,6 +12,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import About, divisors, nearest, neighbours, no_effect, samples_off
 from sagetrain.config.schema import ModelConfig, RunConfig
+from sagetrain.config.sections.model import MOST_HEADS
 
 
 def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
@@ -149,7 +150,8 @@ def _heads_that_fit(model: ModelConfig, tensor: int, ranks: int) -> str:
     # Key/value heads that are not given are as many as query heads.
     grouped, sized = ("num_key_value_heads" in model.model_fields_set), ("head_dim" in model.model_fields_set)
     fit = grouped and key_heads % tensor == 0 and _whole_keys(key_heads, ranks)
-    for heads in nearest(model.num_attention_heads, lcm(ranks, key_heads) if fit else ranks):
+    multiple = lcm(ranks, key_heads) if fit else ranks
+    for heads in (each for each in nearest(model.num_attention_heads, multiple) if each <= MOST_HEADS):
         width, rest = divmod(model.hidden_size, heads)
         also = []
         if grouped and key_heads not in (fitting := _key_heads(heads, tensor, ranks)):
@@ -157,7 +159,8 @@ def _heads_that_fit(model: ModelConfig, tensor: int, ranks: int) -> str:
         if not sized and (rest or width % 2 or not 16 <= width <= 256):
             also.append(f"head_dim {min(max(model.head_dim // 2 * 2, 16), 256)}")
         ways.setdefault(" with " * bool(also) + " and ".join(also), []).append(str(heads))
-    return ", or ".join(" or ".join(numbers) + also for also, numbers in ways.items())
+    fewer = "a smaller parallel.tensor_parallel_size or context_parallel_size"
+    return ", or ".join(" or ".join(numbers) + also for also, numbers in ways.items()) or fewer
 
 
 def _vocabulary(cfg: RunConfig, vocab_size: int | None) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import About, hidden_sizes, neighbours, no_effect
 from sagetrain.config.schema import RunConfig
-from sagetrain.config.tokens_per_step import may_begin
+from sagetrain.config.tokens_per_step import MOST_SIZES, may_begin, sizes_of
 
 _COSTS = {
     "fp8": "fp8 with INT8 attention ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits on held-out "
@@ -124,7 +124,7 @@ def unreached(cfg: RunConfig) -> Iterator[Finding]:
     """Find parts of the run in which no step begins. This is a check of its own because it does not depend on the
     layout and has to walk over the whole schedule."""
     linear, total = cfg.linear, cfg.training.total_tokens
-    if not may_be_low_bit(cfg):
+    if not may_be_low_bit(cfg) or sizes_of(cfg.tokens_per_step) > MOST_SIZES:
         return
     begin, end = low_bit_part(linear, total)
     steps, schedule = "these tokens_per_step: the last step begins before", cfg.tokens_per_step

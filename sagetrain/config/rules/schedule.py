@@ -11,9 +11,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About, neighbours, no_effect
 from sagetrain.config.run_parts import run_of
 from sagetrain.config.schema import LearningRates, OptimizerConfig, RampTokens, RunConfig, StagedTokens
-
-_MOST_SIZES = 1_000_000
-"""The largest number of sizes that the steps of a ramp may have. Checks and plans go through all of them."""
+from sagetrain.config.tokens_per_step import MOST_SIZES, sizes_of
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -85,9 +83,9 @@ def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
                 f"use {neighbours(tokens, rounding)}, or a multiple such as {math.gcd(ramp.start, ramp.end)}, which "
                 "divides both ends",
             )
-    if (sizes := abs(ramp.end - ramp.start) // rounding) > _MOST_SIZES:
+    if (sizes := sizes_of(ramp)) > MOST_SIZES:
         yield About("ramp_too_fine", "tokens_per_step.multiple", ramp.multiple).error(
-            f"with multiples of {rounding} tokens the ramp has steps of {sizes:,} sizes, more than {_MOST_SIZES:,}",
+            f"with multiples of {rounding} tokens the ramp has steps of {sizes:,} sizes, more than {MOST_SIZES:,}",
             "use a larger multiple, which divides both ends, or a ramp that ends lower",
         )
     finer = [rounding // parts for parts in (8, 4, 2) if rounding % (parts * cfg.data.seq_length) == 0]

@@ -12,6 +12,8 @@ from sagetrain.config.sections.base import Section
 
 QKNorm = Literal["none", "before_rope", "after_rope", "all_heads"]
 """The places where q and k are normalized."""
+MOST_HEADS = 100_000
+"""The largest number of query heads. Checks go through all of them."""
 Norms = Literal["pre", "post", "sandwich"]
 """The places of the norms on the residual stream."""
 
@@ -123,7 +125,7 @@ class ModelConfig(Section):
     ffn_hidden_size: PositiveInt
     """Inner width of the SwiGLU MLP (gate and up each have this many columns). With experts: of the layers that have
     none."""
-    num_attention_heads: Annotated[int, Field(gt=0, le=100_000)]
+    num_attention_heads: Annotated[int, Field(gt=0, le=MOST_HEADS)]
     """Query heads."""
     num_key_value_heads: PositiveInt = Field(
         default_factory=lambda data: data["num_attention_heads"], validate_default=True

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from sagetrain.config.sections.base import FolderOrUrl, LocalPath, Name, Section, StoreUrl
 
+_Ranks = Annotated[int, Field(gt=0, le=1_000_000)]
 Recomputation = Union[Literal["none", "selective", "attention", "full"], NonNegativeInt]
 """The activations that the backward pass recomputes: see TrainingConfig.activation_checkpointing."""
 
@@ -15,22 +16,22 @@ Recomputation = Union[Literal["none", "selective", "attention", "full"], NonNega
 class ParallelConfig(Section):
     """The layout: the spread of the model and the optimizer state over the ranks."""
 
-    world_size: Annotated[int, Field(gt=0, le=1_000_000)] | None = None
+    world_size: _Ranks | None = None
     """Number of ranks (GPUs) of the run. A launch with more or fewer is an error, for instance when a host did not
     start. Default: any number."""
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: _Ranks = 1
     """Ranks that share one copy of the model (Megatron tensor parallelism); ranks of one group are neighbours."""
-    context_parallel_size: PositiveInt = 1
+    context_parallel_size: _Ranks = 1
     """Ranks that share every sequence (Ulysses context parallelism), for long sequences. Each rank holds a slice of the
     tokens; in attention each rank holds whole sequences for a share of the heads. It divides the query heads of a
     tensor-parallel rank. If it is more than the key/value heads of that rank, it is a multiple of them, and several
     ranks have copies of the same key/value head. If it is more than the query heads of that rank, the ranks beyond
     gather keys and values."""
-    pipeline_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: _Ranks = 1
     """Number of pipeline stages. Each stage has some of the blocks, and micro-batches go from stage to stage, in the
     order 1F1B. The first stage has the embedding, the last one the output projection. Needs a zero_stage of 0 to 2, and
     not engine deepspeed."""
-    expert_parallel_size: PositiveInt = 1
+    expert_parallel_size: _Ranks = 1
     """Neighbouring ranks that have the experts of a layer between them (model.experts). Up to per_token of these ranks
     gather the tokens of all of them before the experts, and add up the results behind. More ranks send each token to
     the ranks of its experts. Other tensors stay as they are."""
@@ -58,7 +59,7 @@ class ParallelConfig(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """ZeRO stage over data- and context-parallel ranks. 3 is by fsdp alone. Under deepspeed bf16 runs 0 as 1:
     DeepSpeed's bf16 stage 0 is wrong."""
-    shard_size: PositiveInt | None = None
+    shard_size: _Ranks | None = None
     """Number of neighbouring data- and context-parallel ranks that shard the model between them at zero_stage 1 to 3
     (hybrid sharding). The other ranks hold copies of these shards, and only gradients travel between copies: the GPUs
     of a host, for instance, where links between hosts are slow. Not with engine deepspeed. Default: all shard."""
