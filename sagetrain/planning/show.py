@@ -13,6 +13,7 @@ from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.layer_specs import chosen_layers, layers
 from sagetrain.config.layout import Layout
+from sagetrain.config.other_names import key_meant
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import ExpertsConfig, ModelConfig, NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
@@ -89,7 +90,10 @@ def show_key_reference(console: Console, part: str = "") -> None:
         sections = dict.fromkeys(key.name.partition(".")[0] for key in keys())
         names = {key.name.rpartition(".")[2]: key.name for key in reversed(keys())} | {name: name for name in sections}
         near = [names[name] for name in difflib.get_close_matches(part.rpartition(".")[2], names)]
+        section, _, name = part.rpartition(".")
         meant = f"did you mean {' or '.join(near)}? The" if near else "the"
+        if other := key_meant(name, section):
+            meant = f"{other}. The"
         raise ConfigError(f"--keys {part}: no key has this in its name; {meant} sections are {', '.join(sections)}")
     # The width is limited in a pipe too, because a meaning is a sentence or two that is read line by line.
     page = min(console.width, PAGE)

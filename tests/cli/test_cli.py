@@ -301,6 +301,7 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     (["prepare", "none", "-o", "none", "--tokenizer-sample", 0], "--tokenizer-sample"),
     (["prepare", __file__, "-o", "x", "--tokenizer=~/none.model"], f"tokenizer {Path.home()}/none.model: No such"),
     (["prepare", os.__file__, "-o", "x", "--vocab-size=300", "--split-on=~/no at"], "--split-on '~/no at' is nowhere"),
+    (["plan", "--keys", "global_batch_size"], "; the key here is tokens_per_step.tokens (of a step of all"),
     (["plan", "--keys", "optimiser"], "error: --keys optimiser: no key has this in its name; did you mean optimizer"),
     (["plan", "minimal", "optimizer.lr", "=", "1"], "must be dotted.key=value in one word"),
     (["eval", "none", "--num-sequences", 0], "--num-sequences"),
