@@ -32,8 +32,6 @@ from sagetrain.config.schema import RunConfig, Section
 from sagetrain.config.yaml_nodes import LARGEST_WHOLE, KeyPath
 
 _ABSENT, _FIX = object(), "\n      fix: "
-_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-"""Boolean words of older YAML, and the words to write instead."""
 _OTHER_UNIT: dict[KeyPath, KeyPath] = {
     ("lr_schedule", one): ("lr_schedule", other)
     for pair in (("warmup", "warmup_tokens"), ("decay", "decay_tokens"))
@@ -82,6 +80,8 @@ def config_path(name: str | Path) -> Path:
     path = Path(name)
     if said := url_meant(path):
         raise ConfigError(said)
+    if is_assignment(str(name)):
+        raise ConfigError(f"{name}: name a configuration before what it changes: my.yaml KEY=VALUE")
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path
     there = {file: path for file, path in shipped().items() if path.suffix == ".yaml"}
@@ -353,8 +353,6 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any], key: str = "") 
             hint = f"; did you mean {near[0]}?"
         elif "number" in slot_text and any(map(str.isdigit, value)):
             hint = "; numbers are written 262144, 262_144, 2.1e6 or 3e-4, without units or quotes"
-        elif slot_text == "true or false" and value.lower() in _SWITCHES:
-            hint = f"; did you mean {_SWITCHES[value.lower()]}?"
     elif isinstance(value, float) and value.is_integer() and "whole number" in slot_text:
         hint = f"; written without a point: {value:.0f}" if abs(value) <= LARGEST_WHOLE else "; the largest is 1e18"
     return f"must be {slot_text}{hint}"

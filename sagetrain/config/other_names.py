@@ -212,7 +212,7 @@ _VALUES: dict[str, str] = {
 }
 # The key that takes values for which people look at another key.
 _VALUES_ELSEWHERE = {"training.dtype": ("linear.precision", ("fp8", "int8"))}
-_SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
+_SWITCHES = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 _SWITCHED = {True: ("on", "full", "before_rope", "auto"), False: ("off", "none", "never")}
 
 
@@ -230,7 +230,10 @@ def key_meant(name: str, section: str) -> str | None:
 def value_meant(value: Any, choices: Sequence[Any], key: str = "") -> str | None:
     """Return the choice, and what goes with it, that a switch or another library's word stands for. The value may also
     be one of another key than `key`, which is then returned with it."""
-    switch = value if isinstance(value, bool) else _SWITCHES.get(value) if isinstance(value, str) else None
+    switch = value if isinstance(value, bool) else _SWITCHES.get(value.lower()) if isinstance(value, str) else None
+    if switch is not None and choices == (True, False):
+        word = str(switch).lower()
+        return f"{word}, without quotes" if str(value).lower() == word else word
     if switch is not None and (word := next((word for word in _SWITCHED[switch] if word in choices), None)):
         return word
     if not isinstance(value, str):

@@ -65,6 +65,8 @@ class Slot(NamedTuple):
     def choices(self) -> tuple[Any, ...]:
         """The allowed values, where they are listed one by one."""
         args = get_args(self.annotation)
+        if self.annotation is bool:
+            return True, False
         if get_origin(self.annotation) in (Union, types.UnionType):
             return tuple(choice for arg in args for choice in Slot(arg).choices)
         return args if get_origin(self.annotation) is Literal else ()

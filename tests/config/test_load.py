@@ -208,6 +208,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
     ("  num_layers: 4", "   num_layers: 4", "run.yaml:3: not valid YAML: expected <block end>, but found '<block mapping start>'; indent"),
     ("  num_layers: 4", "  num_layers:4", "run.yaml:3: not valid YAML: mapping values are not allowed here; a key ends with a colon and a space"),
     ("hidden_size: 256", "hidden_size: 256.0", "model.hidden_size = 256.0: must be a whole number above 0; written without a point: 256"),
+    ("data:\n", "attention: {smooth_k: 'True'}\ndata:\n", "must be true or false; did you mean true, without quotes?"),
     ("data:\n", "attention: {smooth_k: off}\ndata:\n", 'attention.smooth_k = "off": must be true or false; did you mean false?'),
     ("lr: 3e-4", "lr: 1e300", 'run.yaml:18: optimizer.lr: "1e300" is larger than any number of a run: up to 1e18 if whole, else 3e38'),
     ("num_layers: 4", "num_layers: 9223372036854775808", 'model.num_layers: "9223372036854775808" is larger than any number'),
@@ -563,6 +564,8 @@ def test_a_shipped_configuration_is_found_from_any_folder(tmp_path, monkeypatch)
         load_config("325m.yaml")
     with pytest.raises(ConfigError, match=r"s3://runs/run.yaml is a URL, which is not taken here"):
         load_config("s3://runs/run.yaml")
+    with pytest.raises(ConfigError, match=r"optimizer.lr=1: name a configuration before what it changes"):
+        load_config("optimizer.lr=1")
 
 
 @pytest.mark.parametrize(("override", "idle", "fix"), [
