@@ -9,10 +9,12 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 import frozen_text
+import plenty  # noqa: F401 - runs in this process have plenty of memory, too
 from forked import Command
 from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
@@ -34,6 +36,9 @@ noise_scale linear_errors pipeline_plan printed_plan spikes
 
 # Runs would learn from earlier ones on this machine what `auto` has chosen. Tests name a folder if they mean one.
 os.environ["SAGETRAIN_CACHE"] = os.devnull
+# On a busy machine neither an example nor the drawing of examples says anything by its time.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.
 
 

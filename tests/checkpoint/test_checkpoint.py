@@ -224,7 +224,7 @@ def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
     assert pieces == [[[0, 0, world, 0, size // world]]] * tensors
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 9))
 def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: int) -> None:
     """The lists are the lengths of consecutive pieces of one tensor, for each tensor-parallel slice. Some pieces are

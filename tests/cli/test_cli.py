@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from forked import PATIENCE, Command
+from held import file_of, hold
 from runs import ROOT, STEPS, sagetrain, write_config
 from sagetrain import __version__
 from sagetrain.__main__ import main
@@ -63,7 +64,8 @@ def state():
 def interrupt(at):
     while not (os.path.exists(at) and open(at).readline()):
         pass
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)  # The run waits before its last step for this, or for the file to go.
+    os.unlink(os.environ["HELD"])
 
 config, run, codes = *sys.argv[1:], {}
 gc.unfreeze()
@@ -86,7 +88,9 @@ def test_commands_return_to_the_program_that_called_them(corpus: Path, tmp_path:
     """Training, too, returns again and again, also after Ctrl-C, and leaves nothing of the process changed."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     (tmp_path / "program.py").write_text(PROGRAM)
-    env, output, errors = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "output", tmp_path / "errors"
+    hold(config)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HELD": str(file_of(config))}
+    output, errors = tmp_path / "output", tmp_path / "errors"
     words = ["python", str(tmp_path / "program.py"), str(config), str(tmp_path / "run")]
     assert Command(words, env, output, tmp_path, errors).wait(PATIENCE) == 0, errors.read_text()
     codes = json.loads(output.read_text().splitlines()[-1])

@@ -476,7 +476,7 @@ paths = st.sampled_from(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     path=paths, value=trees, override=words | awkward | st.builds("{}={}".format, paths.map(".".join), words | awkward)
 )
@@ -536,7 +536,7 @@ def configs(draw) -> RunConfig:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(config=configs())
 def test_dump_and_load_give_the_same_configuration(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("dump") / "run.yaml"

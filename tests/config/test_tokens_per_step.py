@@ -95,7 +95,7 @@ schedules = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(schedule=schedules, micro_step=st.integers(1, 64), total=st.integers(1, 6000))
 def test_the_walk_is_what_a_trainer_would_do(schedule, micro_step, total):
     steps, seen = [], 0
@@ -111,7 +111,7 @@ def test_the_walk_is_what_a_trainer_would_do(schedule, micro_step, total):
     assert all(row.accumulation == row.tokens_per_step // micro_step for row in rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(start=sizes, end=sizes, tokens=st.integers(1, 5000), multiple=st.just(1) | st.none())
 def test_a_ramp_is_monotone_and_stays_between_its_ends(start, end, tokens, multiple):
     schedule = ramp(start, end, tokens, multiple)

@@ -405,8 +405,9 @@ def test_a_resume_compares_what_both_sides_know():
     ]
 
 
-def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+def running(loader: Loader) -> list[threading.Thread]:
+    """Return the threads of a loader that have not ended."""
+    return [thread for thread in loader._pool._threads if thread.is_alive()]
 
 
 def test_threads_do_not_change_the_order(stream, monkeypatch):
@@ -422,7 +423,7 @@ def test_threads_do_not_change_the_order(stream, monkeypatch):
     ids = [batch.sample_ids for batch in loader.step_batches(8, 80 * S)]
     assert ids == [[i, i + 1] for i in range(10, 88, 4)]
     loader.close()
-    assert loader_threads() == []
+    assert running(loader) == []
 
 
 def test_prefetch_goes_on_into_the_next_step(stream, monkeypatch):
@@ -456,7 +457,7 @@ def test_an_error_in_a_thread_reaches_the_training_thread(stream, monkeypatch):
     with pytest.raises(ConfigError, match="token file x: damaged"):
         next(batches)
     loader.close()
-    assert loader_threads() == []
+    assert running(loader) == []
 
 
 def test_closing_in_the_middle_of_a_step(stream):
@@ -464,4 +465,4 @@ def test_closing_in_the_middle_of_a_step(stream):
     next(loader.step_batches(0, 200 * S))
     loader.close()
     loader.close()
-    assert loader_threads() == []
+    assert running(loader) == []

@@ -70,7 +70,7 @@ def test_megatron_layout(tmp_path, vocab_size, dtype):
     file.validate(deep=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_round_trip(tmp_path_factory, data):
     documents = data.draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=30))

@@ -27,7 +27,7 @@ def test_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2581 \n\t\0")))
 def test_round_trip_of_any_text(tokenizer, text):
     ids = tokenizer.encode(text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from forked import PATIENCE
 from runs import ROOT
 from stand_in import stand_in
 
@@ -45,7 +46,7 @@ def test_a_notebook_runs_and_shows_what_it_did(
     kernel = AsyncKernelManager()
     kernel.kernel_spec.argv[0] = str(stand_in(tmp_path))
     folder = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, km=kernel, timeout=300, iopub_timeout=60, resources=folder).execute()
+    NotebookClient(notebook, km=kernel, timeout=PATIENCE, iopub_timeout=PATIENCE, resources=folder).execute()
     # A library may print a line more on another machine.
     pairs = zip(kinds(shown), kinds(notebook), strict=True)
     assert not [(cell, there, found) for cell, (there, found) in enumerate(pairs) if not there <= found]

@@ -43,6 +43,7 @@ IMPORTED = [
     "deepspeed.module_inject.auto_ep_layer",
     "pytest",  # Every test module imports pytest.
     "compiled_before",
+    "plenty",
 ]
 # The longest time in seconds to wait for any process of a test. It is ten times what the slowest takes on an idle
 # machine, and less than pytest's own limit (pyproject.toml).

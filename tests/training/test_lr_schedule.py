@@ -108,7 +108,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(config=configs, tokens=st.integers(0, 1_200_000))
 def test_bounded_continuous_and_falling_after_the_warmup(config, tokens):
     total = 1_000_000
