@@ -42,7 +42,7 @@ CASES = [
     ({"linear": {"precision": "bf16", "head": "int8"}}, 1,
      "linear_head", "error", "linear.head", "not linear.precision bf16", "or linear.head bf16"),
     ({"linear": {"precision": "int8", "head": "fp8", "keep_layers_below": 90_000}, "model": {"hidden_size": 264}}, 1,
-     "linear_head", "error", "linear.head", "needs a model.hidden_size that is a multiple of 16, not 264", "use 256 or 272"),
+     "linear_head", "error", "linear.head", "needs a model.hidden_size that is a multiple of 16, not 264", "use model.hidden_size 256 or 272"),
     ({"linear": {"precision": "int8", "head": "fp8"}, "parallel": {"tensor_parallel_size": 16}}, 16,
      "linear_head", "error", "linear.head", "a parallel.tensor_parallel_size that divides 8, not 16", "or linear.head bf16"),
     ({"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,

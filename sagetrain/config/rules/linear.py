@@ -111,7 +111,7 @@ def _head(cfg: RunConfig) -> Iterator[Finding]:
          "use linear.precision int8 or fp8, or "),
         (cfg.model.experts is not None, "was not proven with model.experts yet", "use "),
         (width % multiple, f"needs a model.hidden_size that is a multiple of {multiple}, not {width}",
-         f"use {hidden_sizes(cfg.model)}, or "),
+         f"use model.hidden_size {hidden_sizes(cfg.model)}, or "),
         # A rank's rows of the padded vocabulary are then a multiple, whatever the vocabulary is.
         (VOCAB_MULTIPLE % (multiple * ranks), "needs a parallel.tensor_parallel_size that divides "
          f"{VOCAB_MULTIPLE // multiple}, not {ranks}, for a rank's share of the rows", "use such a size, or "),
