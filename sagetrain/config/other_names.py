@@ -232,8 +232,8 @@ def value_meant(value: Any, choices: Sequence[Any], key: str = "") -> str | None
     be one of another key than `key`, which is then returned with it."""
     switch = value if isinstance(value, bool) else _SWITCHES.get(value.lower()) if isinstance(value, str) else None
     if switch is not None and choices == (True, False):
-        word = str(switch).lower()
-        return f"{word}, without quotes" if str(value).lower() == word else word
+        meant = str(switch).lower()
+        return f"{meant}, without quotes" if str(value).lower() == meant else meant
     if switch is not None and (word := next((word for word in _SWITCHED[switch] if word in choices), None)):
         return word
     if not isinstance(value, str):
