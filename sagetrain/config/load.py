@@ -245,12 +245,8 @@ class _Source:
             target = target[key]
         key = self._child(target, parts[-1], path, text)
         if key is not None:
-            path, within = (*path, key), target[key]
-            gone = (
-                {each: within[each] for each in within if (*path, each) in self.lines}
-                if isinstance(within, dict)
-                else {}
-            )
+            path, was = (*path, key), target[key] if isinstance(target[key], dict) and isinstance(value, dict) else {}
+            gone = {each: was[each] for each in was if each not in value and (*path, each) in self.lines}
             target[key] = value
             # Keys that the new value replaces no longer have a place.
             before = dict.fromkeys(self.origins.pop(other) for other in [*self.origins] if other[: len(path)] == path)
@@ -258,8 +254,7 @@ class _Source:
             self.origins[path] = text
             for other in (each for each in before if each != text):
                 self._note("given_twice", "warning", path, value, f"{other} stands before it and counts for nothing")
-            if isinstance(value, dict):
-                self._replaced(path, value, {each: was for each, was in gone.items() if each not in value})
+            self._replaced(path, value, gone)
             self.unusable |= {(*path, *problem.path) for problem in problems}
 
     def _note(self, rule: str, level: Level, path: KeyPath, value: Any, why: str, fix: str = "") -> None:
@@ -277,11 +272,10 @@ class _Source:
                 others = {key for member in members for key in member.model_fields} - chosen[0].model_fields.keys()
                 self._leave_out((name, "schedule"), others)
         for path, (section, other) in _OTHER_UNIT.items():
-            given = self.tree.get(section) if path in self.origins else None
-            if not isinstance(given, dict):
+            given = self.tree.get(section)
+            if path not in self.origins or not isinstance(given, dict):
                 continue
-            value = given[path[1]]
-            if value != default_of(path):
+            if (value := given[path[1]]) != default_of(path):
                 self._leave_out(path, {other})
             elif given.get(other) and (section, other) in self.lines:
                 why = f"leaves {other} {given[other]} of {self.given((section, other))} as it is"

@@ -99,10 +99,8 @@ def _slices(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if length % slices and not gathers:  # Ranks that gather keys have a rule of their own.
         rule, over = "context_parallel_split", f"parallel.context_parallel_size {context}"
         if length % context == 0:
-            rule, over = (
-                "sequence_parallel_split",
-                f"{_tensor_and_context(cfg)}, over which sequence_parallel spreads it",
-            )
+            rule = "sequence_parallel_split"
+            over = f"{_tensor_and_context(cfg)}, over which sequence_parallel spreads it"
         yield About(rule, "data.seq_length", length).error(
             f"is not a multiple of {over}: every rank holds an equal slice",
             f"use {neighbours(length, slices)}, or change the parallel section",
