@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import transformers_models
 from prepare_inputs import published_tokenizer
 from runs import sagetrain
 from sagetrain.config import ConfigError
@@ -41,29 +42,10 @@ from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.tokenizer_files import tokenizer_files
-from transformers_models import check_gradients, check_logits, save
+from transformers_models import check_gradients, check_logits, edit, save
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "vocab_size": 352,  # The vocabulary is padded to 384 here.
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SIZES = transformers_models.SIZES | {"bos_token_id": 1, "eos_token_id": 2}
+LLAMA3, YARN = transformers_models.LLAMA3 | {"rope_theta": 500.0}, transformers_models.YARN | {"rope_theta": 1000.0}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-3": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
@@ -132,14 +114,11 @@ def check_same(folder: Path, again: Path) -> None:
 def test_logits_are_equal_and_tensors_go_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "in", MODELS[name]())
     if name == "olmo3":  # The form that transformers 4 has written, with another name of the activation.
-        config = json.loads((folder / "config.json").read_text()) | {"rope_theta": 500000, "hidden_act": "swish"}
-        config["rope_scaling"] = {key: value for key, value in YARN.items() if key != "rope_theta"}
-        del config["rope_parameters"]
-        (folder / "config.json").write_text(json.dumps(config))
+        scaling = {key: value for key, value in YARN.items() if key != "rope_theta"}
+        edit(folder, ("rope_parameters",), rope_theta=500000, hidden_act="swish", rope_scaling=scaling)
     if name == "qwen-windows":  # The class takes those from max_window_layers on.
-        config = json.loads((folder / "config.json").read_text())
-        assert config.pop("layer_types") == ["full_attention", "sliding_attention", "sliding_attention"]
-        (folder / "config.json").write_text(json.dumps(config))
+        config = edit(folder, ("layer_types",))
+        assert config["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
     said: list[str] = []
     done = import_folder(folder, tmp_path / "run", report=said.append)
     assert done.parameters == sum(tensor.numel() for tensor in weights(folder).values())
@@ -192,8 +171,7 @@ def test_experts_in_mxfp4_become_bf16(tmp_path: Path) -> None:
         save_file(part, folder / file)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder, quantization_config={"quant_method": "mxfp4"})
     said: list[str] = []
     done = import_folder(folder, tmp_path / "run", report=said.append)
     assert len(said) == 1 and "has no tokenizer.json" in said[0]
@@ -210,8 +188,7 @@ def test_experts_in_mxfp4_become_bf16(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=f"{name}_blocks"):
         import_folder(folder, tmp_path / "again")
-    config["quantization_config"] = {"quant_method": "awq"}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder, quantization_config={"quant_method": "awq"})
     with pytest.raises(ConfigError, match="quantization_config: weights that are quantized are not read but in mxfp4"):
         import_folder(folder, tmp_path / "again")
 
@@ -330,9 +307,7 @@ def test_a_sentencepiece_model_brings_its_bos_along(llama: Path, tmp_path: Path)
 
 def test_a_window_that_is_not_named_is_that_of_the_class(tmp_path: Path) -> None:
     folder = save(tmp_path / "in", MistralConfig(**SIZES, sliding_window=64))
-    config = json.loads((folder / "config.json").read_text())
-    del config["sliding_window"]
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder, ("sliding_window",))
     assert import_folder(folder, tmp_path / "run").seq_length == 256
     windows = load_config(tmp_path / "run/config.yaml").model.windows
     assert windows is not None and (windows.tokens, windows.pattern) == (4096, "W")
@@ -431,7 +406,6 @@ def test_layers_whose_sides_8_bits_do_not_take_are_named(tmp_path: Path) -> None
 @pytest.mark.parametrize("key", ["final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"])
 def test_what_gemma_may_compute_more_is_refused(key: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "in", MODELS["gemma3"]())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {key: 30.0}))
+    edit(folder, **{key: 30.0})
     with pytest.raises(ConfigError, match=rf"{key} 30\.0: SageTrain computes these models with"):
         import_folder(folder, tmp_path / "run")

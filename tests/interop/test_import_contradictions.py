@@ -21,19 +21,14 @@ from sagetrain.inference.load import load_run, open_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.families import DEFAULTS, FAMILIES
 from sagetrain.interop.importing import import_folder
-from transformers_models import check_logits, save
+from transformers_models import LLAMA3, SIZES, YARN, check_logits, edit, save
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "vocab_size": 352}
 EMBEDDING, HEAD, WHOLE, INDEX = (
     "model.embed_tokens.weight",
     "lm_head.weight",
     "model.safetensors",
     "model.safetensors.index.json",
 )
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 32}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +53,7 @@ class Folder:
         self.path, self.run, self.said = shutil.copytree(source, root / "in"), root / "run", list[str]()
 
     def config(self, drop: tuple[str, ...] = (), file: str = "config.json", **keys: Any) -> Folder:
-        tree = json.loads((self.path / file).read_text()) if (self.path / file).exists() else {}
-        tree = {key: value for key, value in (tree | keys).items() if key not in drop}
-        (self.path / file).write_text(json.dumps(tree))
+        edit(self.path, drop, file, **keys)
         return self
 
     def tensors(self, change: Callable[[dict[str, torch.Tensor]], None], file: str = WHOLE) -> Folder:

@@ -1,5 +1,6 @@
 """Models of transformers with random weights, and their logits beside ours."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from sagetrain.inference.load import load_run
 from sagetrain.interop.families import FAMILIES
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+SIZES |= {"vocab_size": 352}  # The vocabulary is padded to 384 here.
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
@@ -21,6 +29,14 @@ def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: s
             parameter.normal_(1.0 if "norm" in name and gain else 0.0, 0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
+
+
+def edit(folder: Path, drop: tuple[str, ...] = (), file: str = "config.json", **keys: Any) -> dict[str, Any]:
+    """Set keys in a JSON file of a folder and drop others. Return all that it had before."""
+    before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    after = {key: value for key, value in (before | keys).items() if key not in drop}
+    (folder / file).write_text(json.dumps(after))
+    return before
 
 
 def check_logits(folder: Path, run_dir: Path, atol: float = 1e-4) -> None:
