@@ -286,7 +286,7 @@ def killed_at(side: str) -> Callable[[TokenFileWriter, dict], None]:
 
 def test_a_real_kill(tmp_path, model, small_pieces):
     """The process waits at its tenth addition."""
-    path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000))
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(1000))
     quiet([str(path)], tmp_path / "whole/train", tokenizer=model)
     (tmp_path / "run.py").write_text(
         "import sys, time; from sagetrain.corpus import encode, files, journal; from itertools import count\n"
