@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,12 @@ def until_told(folder: Path) -> Callable[..., Command]:
     )
 
 
+def three_steps(folder: Path) -> bool:
+    """Return whether both runs have taken three steps."""
+    runs = [folder / "runs" / name / "seed-0" / "metrics.jsonl" for name in ("base", "other")]
+    return all(path.exists() and '"step": 3,' in path.read_text() for path in runs)
+
+
 def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Path) -> None:
     question = ask(base, ["other: optimizer.weight_decay=0.0"], seeds=1, band=0)
     seen: list[Command] = []
@@ -212,8 +219,7 @@ def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Pa
         """A source of one SIGTERM to this process, sent as soon as both runs have taken three steps."""
 
         def __bool__(self) -> bool:
-            runs = [tmp_path / "runs" / name / "seed-0" / "metrics.jsonl" for name in ("base", "other")]
-            if not self.why and all(path.exists() and '"step": 3,' in path.read_text() for path in runs):
+            if not self.why and three_steps(tmp_path):
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().__bool__()
 
@@ -232,10 +238,14 @@ def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Pa
     assert tokens == sorted(set(tokens)) and tokens[-1] == 5120
 
 
-def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path) -> None:
-    found, said = go(ask(base, seeds=1, band=0), tmp_path, time_limit=0.01, start=until_told(tmp_path))
+def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path, monkeypatch) -> None:
+    """The time is up when both runs have taken three steps."""
+    clock = SimpleNamespace(monotonic=lambda: float(three_steps(tmp_path)), sleep=time.sleep)
+    monkeypatch.setattr(runner, "time", clock)
+    question = ask(base, ["other: optimizer.weight_decay=0.0"], seeds=1, band=0)
+    found, said = go(question, tmp_path, time_limit=1.0, start=until_told(tmp_path))
     assert any(text.startswith("stopped by --time-limit;") for text in said)
-    assert all(run.status == STOPPED for run in found.runs.values())
+    assert [run.status for run in found.runs.values()] == [STOPPED, STOPPED]
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import email
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -131,9 +132,10 @@ def test_training_returns_values_and_calls_every_hook(trained: tuple[Path, api.T
 
 
 def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
-    trained: tuple[Path, api.TrainingResult, Notes], corpus: Path, capfd
+    trained: tuple[Path, api.TrainingResult, Notes], corpus: Path, tmp_path: Path, capfd
 ) -> None:
-    changes = settings(corpus, trained[0], **{"training.total_tokens": 2 * TOKENS})
+    run_dir = shutil.copytree(trained[0], tmp_path / "run")
+    changes = settings(corpus, run_dir, **{"training.total_tokens": 2 * TOKENS})
     broken, notes, said = Broken(), Notes(), []
     with pytest.raises(
         TrainingError, match=r"the callback Broken failed in on_step: KeyError: 'mine'\. Started again"
