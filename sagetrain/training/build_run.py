@@ -166,7 +166,7 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
         train = FunctionStream(tokens, cfg.data, cfg.training.seed, vocab_size)
     valid = SampleStream(cfg.data, cfg.data.valid, *known) if cfg.data.valid else None
     identity = inputs.identity(cfg, vocab_size, sha256, train.fingerprint, loss and name_of(loss))
-    init_from.check(folder.checkpoints, cfg, identity)
+    init_from.check(cfg, identity)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -359,7 +359,7 @@ def assemble(
     settled: Settled,
     engine: Engine,
     resumed: Resumed,
-    times: StartTimes | None = None,
+    times: StartTimes,
 ) -> Run:
     """Make the run from the results of the acts, and add its saver, its controllers and its loader; collective."""
     cfg, folder, groups = settled.cfg, files.folder, met.groups
@@ -388,6 +388,4 @@ def assemble(
         num_workers=cfg.data.num_workers,
     )
     loader, valid = loader_of(files.train), loader_of(files.valid) if files.valid else None
-    # Whoever takes the acts by hand need not time them.
-    times = times or StartTimes(time.time())
     return Run(files, met, settled, engine, resumed, saver, controllers, loader, valid, times)

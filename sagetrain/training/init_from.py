@@ -19,7 +19,7 @@ from sagetrain.data.token_file import write_atomic
 from sagetrain.engines.step import Engine
 from sagetrain.model.tensors import tensors
 from sagetrain.optim.build import kinds_of
-from sagetrain.storage.url_path import Location, location
+from sagetrain.storage.url_path import Location, checkpoints_of, location
 
 RECORD = "init_from.json"
 """The name, in a run folder, of the record of the checkpoint that its run began with."""
@@ -28,19 +28,14 @@ RECORD = "init_from.json"
 _FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")
 
 
-def check(root: Location, cfg: RunConfig, identity: Identity) -> None:
-    """Check that a run can start, before any rank waits for another. A run that has checkpoints of its own in `root`
-    continues from them. The checkpoint that it began with is then not checked again, and may be gone. Raises
-    ConfigError if training.init_from is no run and no checkpoint, or it has another model, vocabulary or tokenizer, or
-    it has no moments, or those of another optimizer, although they are wanted. It is also raised if training.run_dir
-    itself is an imported folder.
-
-    Args:
-        root: the folder of the run's checkpoints.
-        identity: the settings that identify the checkpoints of the run.
-    """
+def check(cfg: RunConfig, identity: Identity) -> None:
+    """Check that a run can start, before any rank waits for another. A run that has checkpoints of its own continues
+    from them. The checkpoint that it began with is then not checked again, and may be gone. Raises ConfigError if
+    training.init_from is no run and no checkpoint, or it has another model, vocabulary or tokenizer, or it has no
+    moments, or those of another optimizer, although they are wanted. It is also raised if training.run_dir itself is an
+    imported folder. `identity` has the settings that identify the checkpoints of the run."""
     training = cfg.training
-    if own := on_disk.newest(root):
+    if own := on_disk.newest(checkpoints_of(training.run_dir, training.run_url)):
         # The checkpoint is damaged, but another one may be undamaged.
         with contextlib.suppress(CheckpointError):
             if on_disk.read_state(own).imported:

@@ -323,7 +323,7 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
     key, value = _of_run(cfg.training) if goes_on else ("training.init_from", start)
     try:
         ours = identity(cfg, vocab_size, sha256, None)
-        init_from.check(root, cfg, ours)
+        init_from.check(cfg, ours)
         if goes_on:
             stream = None
             if whole and vocab_size:

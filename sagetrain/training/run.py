@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sagetrain import __version__
 from sagetrain.auto import overlap_choice
@@ -26,6 +25,7 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.engines.step import Engine
 from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 from sagetrain.parallel.metrics import total_over_ranks
+from sagetrain.parallel.objects import of_rank_0
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.storage.url_path import Location
 from sagetrain.training.controllers import Controllers
@@ -153,9 +153,7 @@ class Run:
             return False
         self.met.watchdog.begin("saving")
         self.saver.wait_for_an_attempt()
-        retries = torch.tensor(self.saver.retries, dtype=torch.int32, device=self.engine.device)
-        dist.broadcast(retries, 0)
-        return bool(retries)
+        return of_rank_0(self.saver.retries)
 
     def record(self, state: TrainState) -> RunState:
         """Return the record for a checkpoint of the run at `state`."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from sagetrain.checkpoint import on_disk
@@ -31,6 +30,7 @@ from sagetrain.costs.accounting import flops_per_token
 from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.engines.step import Engine
+from sagetrain.parallel.objects import of_every_rank
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.training import resume
@@ -310,9 +310,7 @@ class Trainer:
         ends as if it had not begun; collective where a loss may have failed."""
         if self.run.files.loss is None or result.applied or not result.stop:
             return False
-        failed = torch.tensor(self._failures.text is not None, dtype=torch.int32, device=self.engine.device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        return bool(failed)
+        return any(of_every_rank(self._failures.text))
 
     def _micro_batches(self, batches: Iterable[Batch], number: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step, each with a sign of life. On a single rank a signal leaves the step at

@@ -15,6 +15,7 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.training.build_run import assemble, build, check_files, make_engine, meet, resume
 from sagetrain.training.run import Run
+from sagetrain.training.start_times import StartTimes
 from sagetrain.training.trainer import Trainer
 
 
@@ -43,7 +44,7 @@ def by_hand(cfg: RunConfig) -> Run:
     for found in (files, met, settled, resumed):
         with pytest.raises(FrozenInstanceError):
             found.cfg = cfg
-    return assemble(files, met, settled, engine, resumed)
+    return assemble(files, met, settled, engine, resumed, StartTimes(0.0))
 
 
 def begin_and_go_on(corpus: str, run_dir: str) -> None:
