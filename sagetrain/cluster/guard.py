@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from sagetrain.cluster.launcher import ASKING
 from sagetrain.config.errors import ConfigError, some
 
 HANG_EXIT_CODE = 5
@@ -62,7 +63,7 @@ class StopSignal:
 
     def __init__(self, listens: bool = True) -> None:
         self.name: str | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if listens else ():
+        for number in ASKING if listens else ():
             signal.signal(number, self._ask)
 
     def ask(self, who: str) -> None:

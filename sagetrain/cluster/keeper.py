@@ -44,7 +44,7 @@ from sagetrain.cluster.agreement import (
     why_it_ends,
 )
 from sagetrain.cluster.guard import LAUNCHER, launchers, told_launchers
-from sagetrain.cluster.launcher import elastic, elastic_in_vain
+from sagetrain.cluster.launcher import ASKING, elastic, elastic_in_vain
 from sagetrain.cluster.lifeline import KEEPER, Death, Lifeline, die_with_parent, lifeline, read_words
 from sagetrain.cluster.rendezvous import keepers_store
 from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError, many
@@ -56,7 +56,6 @@ _LATE_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.t
 """Modules that a run imports while it starts. DeepSpeed is not one: where there is a GPU its import starts a thread of
 the driver, and takes each rank less than a second."""
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-_ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _DEATHS = ".deaths.json"
 """The file of the run folder with the deaths before torchrun began another world, and the processes of torchrun that it
 had then."""
@@ -171,11 +170,11 @@ class Keeper:
         self._say = say if self._agreement.rank == 0 else lambda text: None
         self._launchers, self._asked = told_launchers(), 0
         self._rank: KeptRank | None = None
-        self._handlers = {number: signal.getsignal(number) for number in _ASKING}
+        self._handlers = {number: signal.getsignal(number) for number in ASKING}
 
     def run(self) -> None:
         """Begin rank after rank until the run ends. Return in each rank."""
-        for number in _ASKING:
+        for number in ASKING:
             signal.signal(number, self._forward)
         deaths = self._earlier()
         while True:
@@ -217,7 +216,7 @@ class Keeper:
         env = {KEEPER: line.to_env(), LAUNCHER: f"{line.keeper}"}
         sys.stdout.flush()
         sys.stderr.flush()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
 
         def enter() -> None:
             die_with_parent(line.keeper)
@@ -286,7 +285,7 @@ class Keeper:
 
     def _death(self, rank: KeptRank, code: int, generation: int) -> Death:
         # Torchrun asks ranks to end where it begins again.
-        asked = not self._elastic and (self._asked or -code in _ASKING or code >= 128)
+        asked = not self._elastic and (self._asked or -code in ASKING or code >= 128)
         again = not asked and (code not in _NEVER_AGAIN or rank.memory)
         why = rank.why or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
         where = self._agreement.rank, socket.gethostname()

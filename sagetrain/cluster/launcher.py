@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import secrets
+import signal
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from sagetrain.config.errors import ConfigError, many
 
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""The signals by which launchers, services and people ask a run to end."""
 _TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that every launcher sets together."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from sagetrain.cluster.launcher import agent_left_over, by_agent
+from sagetrain.cluster.launcher import ASKING, agent_left_over, by_agent
 from sagetrain.cluster.lifeline import die_with_parent, generation, lifeline
 from sagetrain.config.errors import ConfigError, some
 from sagetrain.data.open_files import allow_connections
@@ -35,7 +35,6 @@ _NAME_SECONDS = 30
 """The time in seconds that a name server may take to learn of a host that has just started."""
 _QUIET_SECONDS = 15
 """The time in seconds that ranks wait before they print that they wait."""
-_ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class RanksMissing(ConfigError):
@@ -55,7 +54,7 @@ def ended_by_signals() -> Iterator[None]:
     # The earlier handlers are replaced after the thread listens, and restored before it stops listening, so no signal
     # is lost in between.
     wakeup = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in _ENDING}
+    handlers = {number: signal.signal(number, lambda *_: None) for number in ASKING}
     thread = threading.Thread(target=_end_when_told, args=(hears,), name="signals", daemon=True)
     thread.start()
     try:
@@ -71,7 +70,7 @@ def ended_by_signals() -> Iterator[None]:
 
 def _end_when_told(hears: socket.socket) -> None:
     while told := hears.recv(1):
-        if told[0] in _ENDING:
+        if told[0] in ASKING:
             _say(f"ended by {signal.Signals(told[0]).name} before training began: nothing was trained or written")
             os._exit(128 + told[0])
 
@@ -149,7 +148,7 @@ def _host_store(address: str, port: int, minutes: float) -> None:
             return
         die_with_parent(parent)
         # Ranks that were told to stop still need the store.
-        for number in _ENDING:
+        for number in ASKING:
             signal.signal(number, signal.SIG_IGN)
         Path("/proc/self/comm").write_text("sagetrain store")
         store = _store(address, port, minutes, listener)

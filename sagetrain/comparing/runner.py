@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sagetrain.cluster.guard import LAUNCHER
+from sagetrain.cluster.launcher import ASKING
 from sagetrain.comparing.question import Job
 
 _TICK = 0.2
@@ -53,8 +54,7 @@ class Stop:
         self._deadline = None if seconds is None else time.monotonic() + seconds
 
     def __enter__(self) -> Stop:
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        self._before = {number: signal.signal(number, self._ask) for number in ASKING}
         return self
 
     def __exit__(self, *_: object) -> None:
