@@ -32,10 +32,11 @@ from sagetrain.checkpoint.shares import WrittenShare, manifest_of
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import Owned
 from sagetrain.cluster.mailbox import Mailbox
+from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.errors import CheckpointError, way_to_room
 from sagetrain.config.schema import CheckpointConfig
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.storage.url_path import Location, UrlPath
+from sagetrain.storage.url_path import UrlPath
 
 T = TypeVar("T")
 
@@ -77,19 +78,15 @@ class Saver:
         settings: which checkpoints are kept, and how long one that cannot be written is tried again.
         timeout: how much longer one rank's files may take than another's.
         alive: called by `wait` from time to time as long as this rank's files make progress.
-        begins: called on rank 0 before each save, in the background. It raises CheckpointError if the run may not save.
-        published: called on rank 0 after each save, in the background.
     """
 
     def __init__(
         self,
-        root: Location,
+        folder: RunFolder,
         groups: ParallelGroups,
         settings: CheckpointConfig,
         timeout: timedelta,
         alive: Callable[[], None] = lambda: None,
-        begins: Callable[[], None] = lambda: None,
-        published: Callable[[], None] = lambda: None,
     ):
         self._tolerate = 60 * settings.tolerate_minutes
         self.troubles = deque[tuple[int, int, str]]()
@@ -100,13 +97,13 @@ class Saver:
         self._told_error: CheckpointError | None = None
         self.retries = False
         """This is true while a checkpoint that could not be written is tried again."""
-        self._root, self._groups, self._alive = root, groups, alive
-        self._begins, self._published = begins, published
+        self._folder, self._root, self._groups, self._alive = folder, folder.checkpoints, groups, alive
         self._keep = settings.keep_last, settings.keep_every_tokens
         self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
         if groups.topology.world_size > 1:
             self._mailbox = Mailbox(timeout)
-        self._publisher = InStore(root, self._moved) if isinstance(root, UrlPath) else OnDisk(root, self._moved)
+        root, moved = self._root, self._moved
+        self._publisher = InStore(root, moved) if isinstance(root, UrlPath) else OnDisk(root, moved)
         self._memory = torch.empty(0)
         self._unpinned: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -275,7 +272,7 @@ class Saver:
             raise
 
     def _begin(self, step_name: str) -> str:
-        self._begins()
+        self._folder.check_owner()
         return self._publisher.begin(step_name)
 
     def _write(self, folder: str, snapshot: _Snapshot) -> dict[str, dict[str, Any]]:
@@ -297,7 +294,7 @@ class Saver:
         manifest = manifest_of(self._groups, snapshot.state, snapshot.share.shapes, entries, files)
         self._publisher.publish(folder, folder_name(snapshot.step), manifest)
         prune(self._root, *self._keep)
-        self._published()
+        self._folder.send()
 
     def _told(self, action: Callable[[], T], what: str) -> T:
         """Run `action` on rank 0 and return its result on every rank. Raises CheckpointError on every rank, if `action`

@@ -366,15 +366,8 @@ def assemble(
     # The tokenizer is copied, because `sagetrain generate` needs nothing but the run folder.
     if met.main and files.tokenizer:
         files.tokenizer.write(folder.path)
-    saver = Saver(
-        folder.checkpoints,
-        groups,
-        cfg.checkpoint,
-        timedelta(minutes=2 * cfg.training.timeout_minutes),
-        alive=partial(met.watchdog.begin, "saving"),
-        begins=folder.check_owner,
-        published=folder.send,
-    )
+    patience, alive = timedelta(minutes=2 * cfg.training.timeout_minutes), partial(met.watchdog.begin, "saving")
+    saver = Saver(folder, groups, cfg.checkpoint, patience, alive)
     saver.reserve(engine.owned())
     saver.published_step = met.saved_step
     if met.copies:

@@ -186,7 +186,7 @@ def test_one_run_has_the_lease(root: UrlPath, monkeypatch) -> None:
     other.claim(said.append)
     assert json.loads(store_at(root).read(OWNER))["run"] == "two" and len(said) == 2 and now == [2750]
     saver = tiny.saver(root, ParallelGroups.single())
-    saver._begins = again.check
+    saver._folder._lease = again
     saver.start(tiny.run_state(1, tiny.SEQ), "", [], {})
     with pytest.raises(CheckpointError, match=r"has another owner by now.* a training.run_url of its own"):
         saver.wait()

@@ -9,6 +9,7 @@ import resource
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,9 +253,8 @@ def save_on_a_slow_disk(root: Path, stuck: bool) -> None:
     seconds; or with a third one that has no end."""
     patience = 2.0 if stuck else 20 * PATIENCE
     watchdog = Watchdog(root / "stacks", 0, patience)
-    saver = Saver(
-        root, ParallelGroups.single(), CheckpointConfig(), timedelta(60), alive=lambda: watchdog.begin("saving")
-    )
+    place, alive = (tiny.folder_of(root), ParallelGroups.single()), partial(watchdog.begin, "saving")
+    saver = Saver(*place, CheckpointConfig(), timedelta(60), alive)
     sync, calls = saver._publisher._sync, []
 
     def slow(path: Path) -> None:

@@ -119,7 +119,7 @@ def start(rank: int, topology: Topology, port: int, cfg: RunConfig) -> tuple[lis
     preflight.share(folder)
     groups = ParallelGroups.create(topology, timedelta(minutes=2 * MINUTES))
     times.append(time.monotonic())
-    Saver(folder.checkpoints, groups, cfg.checkpoint, timedelta(minutes=MINUTES))
+    Saver(folder, groups, cfg.checkpoint, timedelta(minutes=MINUTES))
     return [*times, time.monotonic()], (counts.requests, counts.groups)
 
 

@@ -43,6 +43,7 @@ from sagetrain.parallel.layers import shard
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.spikes import Verdict
+from sagetrain.storage.url_path import Location
 
 VOCAB, SEQ = 128, 16
 
@@ -324,9 +325,16 @@ def moments(tensors: dict[str, torch.Tensor]) -> dict[str, Fp32]:
     return {kind: Fp32(values.float().clone()) for kind, values in tensors.items() if kind != "weight"}
 
 
-def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
+def saver(root: Location, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
     """Build a Saver that keeps everything and waits `seconds` for another rank."""
-    return Saver(root, groups, CheckpointConfig(keep_last=keep_last), timedelta(seconds=seconds))
+    return Saver(folder_of(root), groups, CheckpointConfig(keep_last=keep_last), timedelta(seconds=seconds))
+
+
+def folder_of(checkpoints: Location) -> RunFolder:
+    """Return the folder of a run whose checkpoints are there."""
+    folder = RunFolder(Path("none"))
+    folder.checkpoints = checkpoints
+    return folder
 
 
 def save(root: Path, groups: ParallelGroups, state: RunState, pieces: Sequence[Owned]) -> Path:
