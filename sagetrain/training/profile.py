@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -29,7 +30,8 @@ class ProfileWindow(Callback):
         if settings.all_ranks or rank == 0:
             self._steps = range(settings.from_step, settings.from_step + settings.steps)
         self._profiler: profile | None = None
-        self._record: record_function | None = None
+        self._step = ExitStack()
+        """The record of the step that is under way."""
 
     def on_step_begin(self, step: int) -> None:
         """Profile the step if it is in the window."""
@@ -41,12 +43,11 @@ class ProfileWindow(Callback):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profiler = profile(activities=activities)
             self._profiler.start()
-        self._record = record_function(f"step {step}")
-        self._record.__enter__()
+        self._step.enter_context(record_function(f"step {step}"))
 
     def on_step(self, position: Position, result: StepResult) -> None:
         """End the record of the step, and write the trace after the window's last step."""
-        self._end_record()
+        self._step.close()
         if self._steps and position.step >= self._steps[-1]:
             self._close()
 
@@ -54,13 +55,8 @@ class ProfileWindow(Callback):
         """Write the trace if steps of the window were taken, because the run may end within the window."""
         self._close()
 
-    def _end_record(self) -> None:
-        if self._record is not None:
-            self._record.__exit__(None, None, None)
-            self._record = None
-
     def _close(self) -> None:
-        self._end_record()
+        self._step.close()
         if self._profiler is None:
             return
         self._profiler.stop()
