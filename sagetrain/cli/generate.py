@@ -133,6 +133,13 @@ def generate(
         leave_together()
 
 
+_WHY_EMPTY = {
+    "eos": "the model ends it at once",
+    "stop": "it begins with a text of --stop",
+    "max_tokens": "--max-tokens ends it before a whole character",
+}
+
+
 def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, main: bool, answers: bool) -> None:
     """Print completions in the order of their prompts. A single one is printed as it grows, several when each is
     finished. With `answers`, prompts are left out."""
@@ -142,6 +149,8 @@ def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, m
     for done, piece in pieces:
         if not main:
             continue
+        if done.finish and not (done.text or as_json):
+            warn(f"no text follows prompt {done.number + 1}: {_WHY_EMPTY[done.finish]}")
         if streamed:
             typer.echo((piece if shown or answers else done.prompt + piece), nl=bool(done.finish))
             shown = 1

@@ -78,6 +78,8 @@ def test_generate_continues_the_prompt_and_repeats_itself(run: Path) -> None:
     )
     assert first.startswith("def get(") and len(first) > len("def get(\n")
     assert first == again != other
+    empty = sagetrain("generate", run, "def get(", "--stop", first.removeprefix("def get(")[0])
+    assert (empty.stdout, empty.stderr) == ("def get(\n", "no text follows prompt 1: it begins with a text of --stop\n")
 
 
 def test_generate_needs_the_run_folder_alone(run: Path, tmp_path: Path) -> None:
