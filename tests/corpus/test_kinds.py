@@ -331,6 +331,13 @@ def test_a_separator_that_separates_nothing(tmp_path, monkeypatch, model, names,
         quiet(names, tmp_path / "x", tokenizer=model, **given)
 
 
+@pytest.mark.parametrize("size", [4, 5, 6, 7])
+def test_a_separator_is_found_wherever_a_block_ends(monkeypatch, size):
+    monkeypatch.setattr(files, "BLOCK", size)
+    content = Content("a.txt", lambda: io.BytesIO(b"one ---- two"))
+    assert files.contains(content, b"----") and not files.contains(content, b"-----")
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +413,7 @@ REFUSED = {
     "p.json": (b'[{"body": "x"}]', "element 1: no key 'text'; the keys are: body"),
     "q.json": (b'[{"text": "caf\xe9"}]', r"after element 0 of its JSON array: not UTF-8 \(byte 0xe9\)"),
     "r.csv": (b"id,body\n1,x\n", "no key 'text'; the keys are: id, body. Choose one with --text-key"),
+    "one.csv": (b"body\nx\n", "the keys are: body. Choose one with --text-key$"),
     "s.csv": (b"id;text\n1;x\n", "it seems to be separated by ';', and not by ','"),
     "t.csv": (b"id,text\n1,x\n2,x,y\n", "row 2: it has 3 cells, and the first line has 2"),
     "u.csv": (b'id,text\n1,"x"y\n', "line 2: .*; a cell that holds quotation marks"),
