@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from prepare_inputs import make_texts
-from sagetrain.corpus import blocks, long_texts
+from sagetrain.corpus import blocks, files, long_texts
 from sagetrain.corpus.archives import members
 from sagetrain.corpus.chunk import Place
 from sagetrain.corpus.files import CHUNK_BYTES, Wanted, read
@@ -58,3 +58,10 @@ def test_a_text_without_a_seam_is_cut_all_the_same(monkeypatch, text: str) -> No
     found = [*chain(*long_texts.pieces(tokenizer, text))]
     assert max(map(len, encoded)) <= 10_000
     assert tokenizer.decode(found) == text
+
+
+@pytest.mark.parametrize("size", [4, 5, 6, 7])
+def test_a_separator_is_found_wherever_a_block_ends(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(files, "BLOCK", size)
+    content = blocks.Content("a.txt", lambda: io.BytesIO(b"one ---- two"))
+    assert files.contains(content, b"----") and not files.contains(content, b"-----")

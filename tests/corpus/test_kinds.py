@@ -331,13 +331,6 @@ def test_a_separator_that_separates_nothing(tmp_path, monkeypatch, model, names,
         quiet(names, tmp_path / "x", tokenizer=model, **given)
 
 
-@pytest.mark.parametrize("size", [4, 5, 6, 7])
-def test_a_separator_is_found_wherever_a_block_ends(monkeypatch, size):
-    monkeypatch.setattr(files, "BLOCK", size)
-    content = Content("a.txt", lambda: io.BytesIO(b"one ---- two"))
-    assert files.contains(content, b"----") and not files.contains(content, b"-----")
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
