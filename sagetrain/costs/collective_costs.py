@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 from sagetrain.config.layout import by_rows
 from sagetrain.config.linear_sizes import EIGHT_BITS
 from sagetrain.costs.operations import Rank
-from sagetrain.costs.stages import Held
+from sagetrain.costs.stages import Held, kinds_of_blocks
 
 INTO, OUT = "into the layers", "out of the layers"
 """The names of what tensor parallelism's collectives exchange: the inputs of column-parallel layers, and the outputs of
@@ -101,7 +101,12 @@ def _tensor_parallel(part: Held, rank: Rank, parts: int) -> Iterator[CollectiveC
     if part.last:
         yield call("forward", INTO, "all-gather", gathers, payload, forward)
         yield call("backward", "into the head", leaves, parts, payload)
-        yield call("backward", "gains outside of blocks", "all-reduce", gathers, hidden * rank.element)
+    for chunk in part.chunks:
+        # The first of the blocks that are not recomputed has its norm outside for one part, and the final norm is
+        # outside for the other ones (Transformer.through).
+        first = any(not kind.rank.recomputes for kind in kinds_of_blocks(part.cfg, rank, [chunk]))
+        calls = rank.sequence_parallel * (first + (parts - first) * chunk.last)
+        yield call("backward", "gains outside of blocks", "all-reduce", calls, hidden * rank.element)
 
 
 def _context_parallel(part: Held, rank: Rank, parts: int) -> Iterator[CollectiveCost]:

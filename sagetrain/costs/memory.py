@@ -15,7 +15,7 @@ from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import MemoryItem, elements, overlaps, rank_of, total_bytes, with_recomputation
 from sagetrain.costs.operation_kinds import MatmulCost, Operation, of_kind
-from sagetrain.costs.operations import Ends, Rank, block_operations, end_operations
+from sagetrain.costs.operations import Rank, block_operations, end_operations
 from sagetrain.costs.stages import Held, different_stages, held
 from sagetrain.optim.owners import MUON_ROUND
 
@@ -57,7 +57,7 @@ def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list
         kept = MemoryItem(kept.name, int(part.kept * kept.bytes), why)
     bucket, copies, left = _reduction(part)
     moments = [
-        [kept, *(_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)) if part.last else ())],
+        [kept, *_loss(part, rank)],
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
         *_probe(part),
@@ -231,16 +231,21 @@ def _probe(part: Held) -> list[list[MemoryItem]]:
         return []
     cfg = part.cfg.model_copy(update={"linear": SIXTEEN_BITS})
     # Experts that ranks have between them are not probed.
-    size, vocab_size = part.sizes.parameters - part.sizes.apart, part.vocab_size
+    size = part.sizes.parameters - part.sizes.apart
     rank = replace(rank_of(cfg), fused=False)
-    kept, running = _activations(replace(part, cfg=cfg), rank)
+    part = replace(part, cfg=cfg)
+    kept, running = _activations(part, rank)
     # A single replica takes two micro-batches, and has the sum of the differences from the first micro-batch on.
     alone = part.layout.data == 1
     why = "gradients of a probe: stability.quant_noise.every_steps"
     held = MemoryItem("probe", (rank.element + 4 * alone) * size, why)
-    largest = max(vocab_size, cfg.model.ffn_hidden_size) * cfg.model.hidden_size // rank.tensor
+    largest = (
+        max(part.vocab_size * (part.first or part.last), cfg.model.ffn_hidden_size)
+        * cfg.model.hidden_size
+        // rank.tensor
+    )
     return [
-        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)), held],
+        [kept, *_loss(part, rank), held],
         [kept, *running, held],
         [MemoryItem("probe", (2 * rank.element + 4) * size + (16 if alone else 8) * largest, why)],
     ]
@@ -260,9 +265,10 @@ def _linear_errors(part: Held) -> list[list[MemoryItem]]:
     part, rank = replace(part, cfg=cfg), replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
     kept, running = _activations(part, rank)
     largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for _, layer in _matmuls(part, rank))
-    ends, why = end_operations(cfg.model, part.vocab_size, rank), "a linear layer in fp32: stability.monitor"
+    head, why = end_operations(cfg.model, part.vocab_size, rank).head, "a linear layer in fp32: stability.monitor"
+    of_head = [MemoryItem("monitor", 4 * head.weights, why)] * (part.last and low.head != "bf16")
     return [
-        [kept, *_loss(cfg, rank, ends), *[MemoryItem("monitor", 4 * ends.head.weights, why)] * (low.head != "bf16")],
+        [kept, *_loss(part, rank), *of_head],
         [kept, *running, MemoryItem("monitor", largest, why)],
     ]
 
@@ -301,14 +307,17 @@ def _activations(part: Held, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     ]
 
 
-def _loss(cfg: RunConfig, rank: Rank, ends: Ends) -> list[MemoryItem]:
-    """Estimate the final norm, the head's chunk of logits, and the gradients that the head computes ahead of
-    backward."""
+def _loss(part: Held, rank: Rank) -> list[MemoryItem]:
+    """Estimate the final norm, the head's chunk of logits, and the gradients that the head computes ahead of backward,
+    on the last pipeline stage."""
+    if not part.last:
+        return []
+    cfg, ends = part.cfg, end_operations(part.cfg.model, part.vocab_size, rank)
     stream = rank.tokens * rank.element * ends.head.inputs
     parts = parts_of(rank.tokens, rank.tensor, overlaps(cfg))
-    part = rank.tokens // parts
-    chunks = -(-part * ends.head.outputs // _CHUNK_LOGITS)
-    chunk = -(-part // chunks)
+    tokens = rank.tokens // parts
+    chunks = -(-tokens * ends.head.outputs // _CHUNK_LOGITS)
+    chunk = -(-tokens // chunks)
     norm = rank.tokens * ends.norm.saved // ends.norm.shards
     gathered = stream if rank.shards > 1 else 0
     # Products in 8 bits are made in 16 bits before they are added to the sum. At ZeRO 3 nothing is kept of the weights.

@@ -153,15 +153,15 @@ class Held:
         return muon_shapes(self.cfg, tuple(number for chunk in self.chunks for number in chunk.blocks))
 
 
-def different_stages(cfg: RunConfig, vocab_size: int) -> list[int]:
-    """Return the pipeline stages that differ in what they have. Of equal stages it is the first one, which keeps the
-    most micro-batches."""
-    found = dict[tuple[object, ...], int]()
+def different_stages(cfg: RunConfig, vocab_size: int) -> dict[int, int]:
+    """Return the pipeline stages that differ in what they have, each with the number of stages that are like it. Of
+    equal stages it is the first one, which keeps the most micro-batches."""
+    found = dict[tuple[object, ...], list[int]]()
     stages, every, rank = cfg.parallel.pipeline_parallel_size, chunks(cfg, vocab_size), rank_of(cfg)
     for stage in range(stages):
         own = every[stage::stages]
-        found.setdefault((frozenset(kinds_of_blocks(cfg, rank, own)), own[0].first, own[-1].last), stage)
-    return [*found.values()]
+        found.setdefault((frozenset(kinds_of_blocks(cfg, rank, own)), own[0].first, own[-1].last), []).append(stage)
+    return {alike[0]: len(alike) for alike in found.values()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -108,13 +108,14 @@ def predict(
         flops_per_token=flops_per_token(cfg.model, vocab_size, step.rank.span),
         flops_per_token_full_attention=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
         peak_flops=hardware.peak_flops,
-        peak_of_precisions=hardware.peak_flops * _mean_peak(steps),
+        peak_of_precisions=hardware.peak_flops * _mean_peak(zip(steps, stages.values(), strict=True)),
     )
 
 
-def _mean_peak(steps: list[_Step]) -> float:
-    """Return the peak for the mix of precisions of all stages, divided by the peak in 16 bits."""
-    computed = [part for step in steps for part in step.precisions()]
+def _mean_peak(steps: Iterable[tuple[_Step, int]]) -> float:
+    """Return the peak for the mix of precisions of all stages, of which so many are like each of these, divided by the
+    peak in 16 bits."""
+    computed = [(stages * flops, peak) for step, stages in steps for flops, peak in step.precisions()]
     return sum(flops for flops, _ in computed) / sum(flops / peak for flops, peak in computed)
 
 
@@ -131,8 +132,7 @@ class _Step:
     ):
         part = held(cfg, layout, vocab_size, stage)
         self.cfg, self.hardware, self.part = cfg, hardware, part
-        self.layout, tensor_size = layout, layout.tensor
-        self.parameters = part.sizes.parameters
+        self.layout, self.parameters, tensor_size = layout, part.sizes.parameters, layout.tensor
         self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // layout.micro_step)
         inside = 1 < tensor_size <= hardware.gpus_per_host
         copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
@@ -144,9 +144,7 @@ class _Step:
         self.kinds = part.kinds(self.rank)
         self.low = sum(kind.blocks for kind in self.kinds if kind.rank.linear.low_bit)
         """The number of blocks in 8 bits."""
-        self.blocks = tuple(
-            (kind.blocks, block_operations(kind.layer, cfg.attention, kind.rank)) for kind in self.kinds
-        )
+        self.blocks = [(kind.blocks, block_operations(kind.layer, cfg.attention, kind.rank)) for kind in self.kinds]
         """The number of blocks of each kind with their operations."""
         self.ends = end_operations(cfg.model, vocab_size, self.rank)
         self.collectives = collectives(part, self.rank, self.parts)
@@ -242,6 +240,11 @@ class _Step:
         what = "residual streams and their gradients"
         sent, seconds = count * payload, count * one
         yield CollectiveTime("pipeline", what, "send", count, payload, sent, seconds, exposed=seconds)
+        if self.cfg.model.tie_embeddings:
+            # Both ends have the embedding, and every stage waits for their sum.
+            table = 4 * self.part.vocab_size * self.cfg.model.hidden_size // (rank.tensor * self.layout.shards)
+            ends = 2, (stages - 1) * self.layout.replicas
+            yield self._collective("pipeline", "gradients of the embedding", "all-reduce", 1, table, ends)
 
     def _muon_exchange(self) -> list[CollectiveTime]:
         """Return the exchange of Muon's directions and updates, each in bf16, between the ranks that share matrices."""

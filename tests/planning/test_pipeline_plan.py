@@ -12,7 +12,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import rank_of, total_bytes
 from sagetrain.costs.hardware import HARDWARE
-from sagetrain.costs.memory import _activations, _memory, memory_per_rank
+from sagetrain.costs.memory import _activations, _linear_errors, _memory, _probe, memory_per_rank
 from sagetrain.costs.stages import different_stages, held
 from sagetrain.parallel.orders import in_flight, orders
 from sagetrain.planning import performance
@@ -93,6 +93,21 @@ def test_stages_without_embeddings_of_values_are_as_others() -> None:
     for stage in range(4):
         same = _memory(cfg, layout, VOCAB, stage) == _memory(plain, layout, VOCAB, stage)
         assert same == (stage % 2 == 0), stage
+
+
+def test_measurements_have_a_head_on_the_last_stage_alone() -> None:
+    cfg = config(4, 2, 8, *EIGHT, "stability.monitor.every_steps=10", "stability.quant_noise.every_steps=10")
+    for stage in range(4):
+        part = held(cfg, Layout.of(cfg, 4), VOCAB, stage)
+        for moments in (_probe(part), _linear_errors(part)):
+            assert ("logits" in {item.name for moment in moments for item in moment}) == (stage == 3)
+
+
+def test_the_mean_peak_is_that_of_the_whole_model() -> None:
+    """Six of eight stages are alike."""
+    cut, whole = (config(stages, 1, 8, *EIGHT, f"parallel.pipeline_blocks={[4] * 8}") for stages in (8, 1))
+    peaks = [predict(cfg, ranks, VOCAB, H100).peak_of_precisions for cfg, ranks in ((cut, 8), (whole, 1))]
+    assert peaks[0] == pytest.approx(peaks[1])
 
 
 EIGHT = ["attention.qk_norm=none", "linear.precision=fp8", "attention.backend=sage", "attention.recipe=scores",

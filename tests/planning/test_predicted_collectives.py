@@ -1,6 +1,6 @@
 """Predicted collectives agree with what torch and DeepSpeed really call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from sagetrain.costs.memory import memory_per_rank
 from sagetrain.costs.stages import held
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.selection import matmuls_of
-from sagetrain.planning.performance import predict
+from sagetrain.planning.performance import _Step, predict
+from sagetrain.planning.prediction import CollectiveTime
 
 
 class Calls(TorchDispatchMode):
@@ -87,8 +88,13 @@ def real_collectives() -> list[tuple[dict, dict]]:
 
 def predicted_collectives(cfg: RunConfig, ranks: int, least: int) -> dict[str, list[int]]:
     """Return the predicted collectives of a step with at least so many bytes, in the form of Calls.seen."""
+    return counted(predict(cfg, ranks, tiny.VOCAB, H200).collectives, least)
+
+
+def counted(collectives: Iterable[CollectiveTime], least: int) -> dict[str, list[int]]:
+    """Return the collectives with at least so many bytes in the form of Calls.seen."""
     found: dict[str, list[int]] = {}
-    for c in predict(cfg, ranks, tiny.VOCAB, H200).collectives:
+    for c in collectives:
         if c.payload >= least:
             row = found.setdefault(c.kind, [0, 0])
             row[0] += c.count
@@ -96,14 +102,19 @@ def predicted_collectives(cfg: RunConfig, ranks: int, least: int) -> dict[str, l
     return found
 
 
-def agree(cases: list, ranks: list[list[tuple[dict, dict]]]) -> None:
-    """Check that kinds, numbers and bytes of collectives agree on each rank, in each case."""
+def agree(cases: list, ranks: list[list[tuple[dict, dict]]], bytes_more: int = 0) -> None:
+    """Check that kinds, numbers and bytes of collectives agree on each rank, in each case.
+
+    Args:
+        bytes_more: the bytes that may be predicted beyond those called.
+    """
     for rank in ranks:
         for case, (called, predicted) in zip(cases, rank, strict=True):
             assert called.keys() == predicted.keys(), case
             for kind in called:
                 assert called[kind][0] == predicted[kind][0], (case, kind)
-                assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
+                more = bytes_more * (kind == "all-reduce" and predicted[kind][1] > called[kind][1])
+                assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01, abs=more), (case, kind)
 
 
 def test_collectives_are_those_of_torch_and_deepspeed():
@@ -169,3 +180,42 @@ def test_collectives_of_experts_that_ranks_share():
     Ranks that have the same experts reduce them."""
     cases = [(0, 1, 2), (1, 1, 1), (3, 2, 2)]
     agree(cases, run_distributed(shared_experts, 4, cases))
+
+
+PIPELINES = [
+    (2, 1, 1, {}, "none"),
+    (2, 2, 1, {"tie_embeddings": True}, "none"),
+    (2, 2, 1, {"windows": {"tokens": 4, "pattern": "WF"}}, 3),
+    (2, 1, 1, {"windows": {"tokens": 4, "pattern": "WF"}}, "full"),
+    (1, 2, 1, {"tie_embeddings": True}, "full"),
+    (1, 1, 2, {"num_layers": 4}, "none"),
+]
+"""The tensor-parallel size, chunks of a stage, ZeRO stage, model and recomputation of pipelines of two stages."""
+
+
+def collectives_of_pipelines() -> list[tuple[dict, dict]]:
+    """Return the collectives of this rank's stage in a step of two micro-steps, without messages, as called and as
+    predicted."""
+    result = []
+    groups_of = {tensor: tiny.join(tensor, 1, 2) for tensor in (1, 2)}
+    for tensor, chunks, zero, model, again in PIPELINES:
+        groups = groups_of[tensor]
+        parallel = {"engine": "fsdp", "tensor_parallel_size": tensor, "sequence_parallel": tensor > 1}
+        parallel |= {"pipeline_parallel_size": 2, "pipeline_chunks": chunks, "tensor_parallel_overlap": "on"}
+        how = {"tokens_per_step": {"tokens": 2 * 16 * groups.dp_size}, "training": {"activation_checkpointing": again}}
+        model = {"num_layers": 5, "hidden_size": 64, "value_embeddings": True, **model}
+        cfg = tiny.config(zero, "bf16", parallel=parallel, model=model, **how)
+        cfg = cfg.changed({"training": {"activation_checkpointing": again, "dtype": "bf16"}})
+        engine = tiny.engine(cfg, groups)
+        with Calls(64, (torch.bfloat16, torch.float32)) as calls:
+            tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
+        step = _Step(cfg, Layout.of(cfg, 4), tiny.VOCAB, H200, None, groups.pp_rank)
+        planned = [c for c in step.communication(0.0, 0.0, 0.0) if c.kind != "send"]
+        result.append((calls.seen, counted(planned, least=128)))
+    return result
+
+
+def test_collectives_are_those_of_stages():
+    """The last block of each of two chunks has no gain of a norm behind it in its sum, with both halves of two
+    micro-batches: 64 numbers in bf16."""
+    agree(PIPELINES, run_distributed(collectives_of_pipelines, 4), bytes_more=2 * 2 * 2 * 128)
