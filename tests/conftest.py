@@ -56,6 +56,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let what a test draws not depend on the tests that its process ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Freeze what a file leaves behind, mostly late imports. Garbage collections would look at it for an eighth of the
