@@ -124,12 +124,12 @@ class Held:
 
     @property
     def first(self) -> bool:
-        """Whether the stage has the embedding."""
+        """True for the stage that has the embedding, which is the first one."""
         return self.chunks[0].first
 
     @property
     def last(self) -> bool:
-        """Whether the stage has the output projection and the loss."""
+        """True for the stage that has the output projection and the loss, which is the last one."""
         return self.chunks[-1].last
 
     @functools.cached_property
@@ -176,7 +176,7 @@ def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     own, kept = tuple(chunks_of_stage(cfg, vocab_size, stage)), 1.0
     if layout.stages > 1:
         micros = max(cfg.tokens_per_step.named_tokens.values()) // layout.micro_step
-        # Of many micro-batches no more are kept than of a few rounds.
+        # With more than four micro-batches for each stage, a stage keeps no more of them, and they are sooner counted.
         micros = min(max(1, micros), 4 * layout.stages)
         kept = _in_flight(layout.stages, layout.chunks, micros)[stage] / len(own)
     return Held(cfg, layout, vocab_size, own, kept)

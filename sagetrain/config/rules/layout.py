@@ -132,7 +132,8 @@ def _heads(cfg: RunConfig, layout: Layout, ranks: int) -> Iterator[Finding]:
 
 
 def _whole_keys(key_heads: int, ranks: int) -> bool:
-    """Whether every rank has as many whole key/value heads as the others, or as many ranks have each of them."""
+    """Return whether key/value heads are shared evenly: each rank has equally many whole ones, or each of them has
+    equally many ranks."""
     return key_heads % ranks == 0 or ranks % key_heads == 0
 
 
